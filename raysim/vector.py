@@ -1,0 +1,150 @@
+"""A model as one flat vector, and the units that scores are taken over.
+
+Shapes: P trainable scalars, U units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+
+Vector = torch.Tensor
+"""One contiguous tensor of shape [P]: float32, or float64 where a test asks for it."""
+
+Granularity = Literal["tensor", "module", "block"]
+
+# Repeated blocks by the names that the model families give them: ResNet stages, Swin and VGG features, ViT encoder layers.
+_BLOCK = re.compile(r"(layer\d+|blocks\.\d+|features\.\d+|layers\.\d+|encoder\.layers\.encoder_layer_\d+)\.")
+_HEAD = re.compile(r"(fc|head|heads|classifier)\.")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A group of parameter tensors that gets one score.
+
+    Attributes:
+        name: `conv1.weight` (tensor), `conv1` (module), `layer1` (block).
+        slices: Where its scalars lie in the flat vector; more than one slice when its tensors are not neighbours.
+    """
+
+    name: str
+    slices: tuple[slice, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of scalars."""
+        return sum(part.stop - part.start for part in self.slices)
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """Where each named parameter tensor lies in the flat vector.
+
+    Attributes:
+        names: Dotted parameter names in module order.
+        shapes: Shape of each tensor.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> VectorLayout:
+        """Layout of named tensors, in the order given."""
+        pairs = [(name, tuple(tensor.shape)) for name, tensor in named]
+        return cls(tuple(name for name, _ in pairs), tuple(shape for _, shape in pairs))
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """The slice of each tensor, in order."""
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
+        return tuple(slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)) if ends else ()
+
+    @property
+    def size(self) -> int:
+        """Number of scalars P."""
+        return self.slices[-1].stop if self.slices else 0
+
+    def view(self, vector: Vector, name: str) -> torch.Tensor:
+        """The named tensor as a view of `vector`."""
+        position = self.names.index(name)
+        return vector[self.slices[position]].view(self.shapes[position])
+
+    def tensor_at(self, index: int) -> str:
+        """Name of the tensor that holds the scalar at `index`."""
+        return next(name for name, part in zip(self.names, self.slices, strict=True) if index < part.stop)
+
+    def units(self, granularity: Granularity) -> tuple[Unit, ...]:
+        """The units at one granularity, in order of their first tensor.
+
+        `tensor`: every parameter tensor. `module`: the tensors of one module (weight and bias) together. `block`: the
+        repeated blocks of a family (`layer1`, `blocks.3`, `encoder_layer_2`), the head as `classifier` and everything else
+        as `base`; a network without repeated blocks has one block per top-level module.
+        """
+        if granularity == "tensor":
+            labels: Sequence[str] = self.names
+        elif granularity == "module":
+            labels = [name.rpartition(".")[0] or name for name in self.names]
+        else:
+            labels = self._block_labels()
+        groups: dict[str, list[slice]] = {}
+        for label, part in zip(labels, self.slices, strict=True):
+            parts = groups.setdefault(label, [])
+            if parts and parts[-1].stop == part.start:
+                parts[-1] = slice(parts[-1].start, part.stop)
+            else:
+                parts.append(part)
+        return tuple(Unit(label, tuple(parts)) for label, parts in groups.items())
+
+    def _block_labels(self) -> list[str]:
+        matches = [_BLOCK.match(name) for name in self.names]
+        if not any(matches):
+            return [name.partition(".")[0] for name in self.names]
+        return [
+            match[1] if match else "classifier" if _HEAD.match(name) else "base"
+            for name, match in zip(self.names, matches, strict=True)
+        ]
+
+
+def add_scaled(total: np.ndarray, vector: np.ndarray, coefficient: float, *, chunk: int = 32768) -> None:
+    """`total += coefficient * vector` in float64, in chunks that stay in the processor's cache.
+
+    Args:
+        total: float64 [P], changed in place.
+        vector: [P], any float type.
+        coefficient: Applied in float64.
+        chunk: Scalars per step; it does not change the result.
+    """
+    scratch = np.empty(min(chunk, len(vector)), dtype=np.float64)
+    for start in range(0, len(vector), chunk):
+        stop = min(start + chunk, len(vector))
+        part = scratch[: stop - start]
+        np.multiply(vector[start:stop], coefficient, out=part, dtype=np.float64)
+        total[start:stop] += part
+
+
+def first_nonfinite(vector: np.ndarray) -> int | None:
+    """Index of the first NaN or infinity in `vector` [P], or None."""
+    # The sum is finite unless an entry is not (or it overflows): one cheap pass in the usual case.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(vector.sum(dtype=np.float64)):
+            return None
+    finite = np.isfinite(vector)
+    return None if finite.all() else int(np.argmin(finite))
+
+
+def checksum(*arrays: np.ndarray) -> str:
+    """Hash (blake2b, 16 hexadecimal digits) of the types, shapes and bytes of arrays; the oracle of bit equality."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
