@@ -1,0 +1,36 @@
+"""raysim: a federated-learning simulator on Ray.
+
+    import raysim
+
+    record = raysim.run("configs/quickstart.yaml", ["rounds=5"])
+    record.rounds.to_pandas()
+
+`import raysim` loads nothing heavy; the functions below do when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysim.config import RunConfig, load_config
+    from raysim.simulation import RunRecord, load, run
+
+__version__ = "0.1.0"
+__all__ = ["RunConfig", "RunRecord", "__version__", "load", "load_config", "run"]
+
+_HOMES = {
+    "RunConfig": "raysim.config",
+    "load_config": "raysim.config",
+    "RunRecord": "raysim.simulation",
+    "load": "raysim.simulation",
+    "run": "raysim.simulation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raysim' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

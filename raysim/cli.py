@@ -1,0 +1,209 @@
+"""The command line: run, check, partition. Commands import what they need, so that `--help` answers at once.
+
+Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysim import __version__
+
+if TYPE_CHECKING:
+    from raysim.config import RunConfig
+    from raysim.simulation import RunRecord
+
+app = typer.Typer(
+    name="raysim",
+    help="Federated learning simulated on Ray: clients train while scorers weigh them (FedVG).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="YAML configuration of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Federated learning simulated on Ray: clients train while scorers weigh them (FedVG)."""
+    if show:
+        typer.echo(f"raysim {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Run a configuration to its end.
+
+    Example: raysim run configs/quickstart.yaml rounds=5 weighting.name=size name=fedavg
+    """
+    with _explained(debug):
+        from rich.console import Console
+
+        from raysim.config import load_config
+        from raysim.recording.progress import make_progress
+        from raysim.simulation import run as run_config
+
+        config = load_config(file, overrides or [])
+        console = Console(stderr=True)
+        console.print(_headline(config), soft_wrap=True, highlight=False)
+        record = run_config(config, progress=make_progress(config.rounds, console), command=sys.argv)
+        _print_summary(record)
+
+
+@app.command()
+def check(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Validate a configuration and plan its resources; trains nothing.
+
+    Example: raysim check configs/fashion_mnist.yaml data.root=/usr/share/datasets/fashion-mnist
+    """
+    with _explained(debug):
+        from raysim.config import load_config
+        from raysim.preparation import prepare
+
+        config = load_config(file, overrides or [])
+        prepared = prepare(config)
+        setup, sizes = prepared.setup, prepared.setup.partition.sizes
+        typer.echo(_headline(config))
+        typer.echo(
+            f"data: {config.data.name}, {len(setup.train)} training, {len(setup.validation)} validation and {len(setup.test)} test "
+            f"images of {' x '.join(map(str, setup.train.images.shape[1:]))}, {len(prepared.class_names)} classes"
+        )
+        typer.echo(
+            f"partition: {config.partition.scheme}, {len(sizes)} clients with {sizes.min()} to {sizes.max()} examples, hash "
+            f"{setup.partition.content_hash}; {config.cohort_size} clients per round"
+        )
+        typer.echo(f"model: {config.model.name}, {prepared.population.layout.size:,} parameters")
+        if prepared.demand.scoring_ratio:
+            typer.echo(f"scoring: {prepared.demand.scoring_ratio:.2f} images scored per image trained on")
+        for note in prepared.notes:
+            typer.echo(f"note: {note}")
+        for line in _plan_lines(config, prepared):
+            typer.echo(line)
+        if config.folder.exists():
+            typer.echo(f"note: {config.folder} exists already; a run would refuse it")
+        typer.echo("ok")
+
+
+@app.command()
+def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Deal the data out to the clients: writes the partition, prints its statistics and draws it.
+
+    Writes NAME.partition.parquet and NAME.partition.png into the configuration's output folder.
+
+    Example: raysim partition configs/quickstart.yaml partition.alpha=0.5
+    """
+    with _explained(debug):
+        from rich.console import Console
+
+        from raysim.config import load_config
+        from raysim.preparation import prepare_data
+        from raysim.recording.figures import draw_partition, partition_table
+
+        config = load_config(file, overrides or [])
+        data = prepare_data(config)
+        config.output.dir.mkdir(parents=True, exist_ok=True)
+        path = config.output.dir / f"{config.name}.partition.parquet"
+        data.partition.write(path)
+        draw_partition(data.class_counts, data.dataset.class_names, path.with_suffix(".png"))
+        for note in data.notes:
+            typer.echo(f"note: {note}")
+        Console().print(partition_table(data.class_counts, data.dataset.class_names))
+        typer.echo(f"hash {data.partition.content_hash}")
+        typer.echo(f"wrote {path} and {path.with_suffix('.png').name}")
+
+
+def main() -> None:
+    """Entry point of the `raysim` command."""
+    app()
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextmanager
+def _explained(debug: bool) -> Iterator[None]:
+    """Turn errors into a message and an exit status; a user sees a traceback only when asking for it."""
+    from raysim.errors import ConfigError, RaysimError
+
+    _on_sigterm()
+    try:
+        yield
+    except RaysimError as error:
+        if debug:
+            raise
+        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+        if len(problems) > 1:
+            typer.echo(f"raysim: {len(problems)} problems", err=True)
+        for problem in problems:
+            typer.echo(f"raysim: {problem}" if len(problems) == 1 else f"  {problem}", err=True)
+        raise typer.Exit(error.exit_status) from None
+    except KeyboardInterrupt:
+        typer.echo("raysim: interrupted; the finished rounds are kept", err=True)
+        raise typer.Exit(130) from None
+    except Terminated:
+        typer.echo("raysim: terminated; the finished rounds are kept", err=True)
+        raise typer.Exit(143) from None
+    except Exception as error:
+        if debug:
+            raise
+        typer.echo(f"raysim: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", err=True)
+        raise typer.Exit(3) from None
+
+
+def _on_sigterm() -> None:
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+
+
+def _headline(config: RunConfig) -> str:
+    assert config.weighting is not None
+    return (
+        f"{config.name}: {config.algorithm.name} with {config.weighting.name} weights, {config.model.name} on {config.data.name}, "
+        f"{config.partition.clients} clients, {config.cohort_size} per round, {config.rounds} rounds -> {config.folder}"
+    )
+
+
+def _plan_lines(config: RunConfig, prepared: Any) -> list[str]:
+    """The resource plan: of the cluster that is named, else of this machine, without starting anything."""
+    if config.execution.backend == "serial":
+        return ["backend: serial, everything in one process"]
+    from raysim.execution.ray_plan import local_nodes, make_plan
+
+    if not (config.execution.address or os.environ.get("RAY_ADDRESS")):
+        return make_plan(config.execution, local_nodes(config.execution), prepared.demand).lines()
+    from raysim.execution.ray_connection import cluster_nodes, connect
+
+    connection = connect(config.execution)
+    try:
+        return make_plan(config.execution, cluster_nodes(), prepared.demand).lines()
+    finally:
+        connection.close()
+
+
+def _print_summary(record: RunRecord) -> None:
+    from rich.console import Console
+
+    from raysim.recording.progress import summary_table
+
+    Console().print(summary_table(record.round_records, record.folder))

@@ -1,0 +1,401 @@
+"""A run, fully stated: from a YAML 1.2 file and `key.path=value` overrides to a checked `RunConfig`.
+
+Everything wrong is listed at once, each with file, line, key path, what was given and what is accepted. Numbers follow YAML 1.2:
+`1e-3` is a number, `010` is ten, `no` is text, and a key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+import json
+import math
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from annotated_types import MinLen
+from pydantic import Field, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from raysim.algorithms import ALGORITHMS
+from raysim.algorithms.base import AnyAlgorithm
+from raysim.data.arrays import DataSettings
+from raysim.data.partition import PartitionSettings
+from raysim.errors import ConfigError
+from raysim.evaluation import EvaluationSettings
+from raysim.execution.base import ExecutionSettings
+from raysim.fields import Count, Fraction, NonNegativeInt, Positive, Section
+from raysim.local import LocalTraining
+from raysim.models.base import ModelSettings
+from raysim.recording import OutputSettings
+from raysim.weighting import WEIGHTINGS
+from raysim.weighting.base import ScoringSettings, Weighting
+
+DEFAULT_FRACTION = 0.1
+"""Share of the clients per round when a configuration gives neither `per_round` nor `fraction` (FedAvg's and FedVG's 0.1)."""
+
+KeyPath = tuple[str, ...]
+
+
+def _one_of(registry: Mapping[str, type]) -> Any:
+    """The type of a section whose `name` picks a member of a registry."""
+    members = tuple(registry.values())
+    return members[0] if len(members) == 1 else Annotated[Union[members], Field(discriminator="name")]  # noqa: UP007
+
+
+if TYPE_CHECKING:
+    AlgorithmSection = AnyAlgorithm
+    WeightingSection = Weighting
+else:
+    AlgorithmSection = _one_of(ALGORITHMS)
+    WeightingSection = _one_of(WEIGHTINGS)
+
+
+@dataclass(frozen=True)
+class ClientSettings(LocalTraining):
+    """Participation and local training.
+
+    Attributes:
+        per_round: Clients per round; or
+        fraction: their share of all clients, `max(1, floor(N * fraction + 1/2))`. Neither: 0.1.
+        timeout_s: Longest time a client may train in one round; null: no limit.
+    """
+
+    per_round: Count | None = None
+    fraction: Fraction | None = None
+    timeout_s: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_round is not None and self.fraction is not None:
+            raise ValueError("give per_round or fraction, not both")
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Clients per round out of `num_clients`."""
+        if self.per_round is not None:
+            return self.per_round
+        fraction = DEFAULT_FRACTION if self.fraction is None else self.fraction
+        return max(1, math.floor(num_clients * fraction + 0.5))
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """One run.
+
+    Attributes:
+        name: Name of the run and of its folder below `output.dir`.
+        seed: All randomness is a function of it.
+        rounds: Communication rounds.
+        data: Images and validation set.
+        partition: Which client holds which example.
+        model: Network.
+        client: Participation and local training.
+        algorithm: How clients train and the server steps.
+        weighting: How much each client counts; null: that of the algorithm's paper.
+        scoring: How client models are scored.
+        evaluation: When the global model is tested.
+        execution: Where the work runs.
+        deterministic: Deterministic kernels on GPUs (the CPU always repeats).
+        output: Results.
+    """
+
+    name: Annotated[str, MinLen(1)] = "run"
+    seed: NonNegativeInt = 0
+    rounds: Count = 30
+    data: DataSettings = field(default_factory=DataSettings)
+    partition: PartitionSettings = field(default_factory=PartitionSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    client: ClientSettings = field(default_factory=ClientSettings)
+    algorithm: AlgorithmSection = field(default_factory=ALGORITHMS["fedavg"])
+    weighting: WeightingSection | None = None
+    scoring: ScoringSettings = field(default_factory=ScoringSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    execution: ExecutionSettings = field(default_factory=ExecutionSettings)
+    deterministic: bool = True
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.weighting is None:
+            object.__setattr__(self, "weighting", WEIGHTINGS[self.algorithm.default_weighting]())
+        if "/" in self.name or self.name in (".", "..") or self.name != self.name.strip():
+            problems.append(f"name: {self.name!r} cannot be the name of a folder")
+        if self.client.per_round is not None and self.client.per_round > self.partition.clients:
+            problems.append(
+                f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients per round."""
+        return self.client.cohort_size(self.partition.clients)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.output.dir / self.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for YAML or JSON; reads back as an equal configuration."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return plain
+
+    def as_yaml(self) -> str:
+        """The resolved configuration as YAML."""
+        stream = io.StringIO()
+        yaml = YAML(typ="safe", pure=True)
+        yaml.default_flow_style = False
+        yaml.allow_unicode = True
+        yaml.sort_base_mapping_type_on_output = False
+        yaml.dump(self.as_dict(), stream)
+        return stream.getvalue()
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override and check a configuration file; relative paths become absolute.
+
+    Args:
+        path: YAML file. Without a `name` in it, the run is named like the file.
+        overrides: `key.path=value`, the value in YAML.
+
+    Raises:
+        ConfigError: All problems, each with its place.
+    """
+    path = Path(path)
+    values, places = _read(path)
+    values.setdefault("name", path.stem)
+    _override(values, places, overrides)
+    return resolve(values, places=places, source=str(path))
+
+
+def resolve(
+    values: Mapping[str, Any], *, places: Mapping[KeyPath, str] | None = None, source: str = "configuration"
+) -> RunConfig:
+    """Check plain values and make their paths absolute.
+
+    Args:
+        values: Nested mappings, as read from YAML.
+        places: Where each key path stands, for messages.
+        source: Used where no place is known.
+
+    Raises:
+        ConfigError: All problems.
+    """
+    try:
+        config = TypeAdapter(RunConfig).validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise ConfigError(_explain(error, values, places or {}, source)) from None
+    return _absolute(config, source)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    try:
+        tree = YAML(typ="rt", pure=True).load(text)
+    except DuplicateKeyError as error:
+        raise ConfigError(f"{_at(path, error.problem_mark)}: {_first_line(error.problem)} (a key may be given once)") from None
+    except MarkedYAMLError as error:
+        hint = " (YAML indents with spaces, not tabs)" if "\t" in text else ""
+        raise ConfigError(f"{_at(path, error.problem_mark)}: not YAML: {_first_line(error.problem)}{hint}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {_first_line(str(error))}") from None
+    if not isinstance(tree, CommentedMap):
+        what = "empty" if tree is None else "a list" if isinstance(tree, CommentedSeq) else "a single value"
+        raise ConfigError(f"{path}: a configuration is a mapping of sections (data, client, ...), this file is {what}")
+    places: dict[KeyPath, str] = {}
+    _collect_places(tree, (), path, places)
+    return _plain(tree), places
+
+
+def _override(values: dict[str, Any], places: dict[KeyPath, str], overrides: Sequence[str]) -> None:
+    problems = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        keys = tuple(key.split("."))
+        if not equals or not all(keys):
+            problems.append(f"command line: {text!r} is not key.path=value")
+            continue
+        try:
+            parsed = _plain(YAML(typ="rt", pure=True).load(value)) if value.strip() else None
+        except YAMLError as error:
+            problems.append(f"command line: {key}: {value!r} is not a YAML value: {_first_line(str(error))}")
+            continue
+        section: Any = values
+        for part in keys[:-1]:
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+            if not isinstance(section, dict):
+                problems.append(f"command line: {key}: {part} is not a section")
+                break
+        else:
+            # Another method's settings make no sense beside a new name, nor do those the new one does not know.
+            if keys in (("algorithm", "name"), ("weighting", "name")) and section.get("name") != parsed:
+                section.clear()
+            section[keys[-1]] = parsed
+            places[keys] = "command line"
+    if problems:
+        raise ConfigError(problems)
+
+
+def _explain(
+    error: ValidationError, values: Mapping[str, Any], places: Mapping[KeyPath, str], source: str
+) -> list[str]:
+    """pydantic's findings in the words of a user, one per key."""
+    found: dict[KeyPath, list[str]] = {}
+    shown: dict[KeyPath, str] = {}
+    for item in error.errors():
+        path, section = _walk(item["loc"], values)
+        kind, given, context = item["type"], item["input"], item.get("ctx", {})
+        if kind == "unexpected_keyword_argument":
+            path = (*path, str(item["loc"][-1]))
+            text = f"unknown key{_suggest(path, section)}"
+        elif kind in ("union_tag_invalid", "union_tag_not_found"):
+            path = (*path, "name")
+            given = given.get("name") if isinstance(given, Mapping) else given
+            text = _accepted(_registry(path[0]), given)
+            shown[path] = _show(given)
+        elif kind == "literal_error":
+            text = _accepted(re.findall(r"'([^']*)'", context["expected"]), given)
+            shown[path] = _show(given)
+        elif kind == "value_error":
+            text = str(context.get("error", item["msg"]))
+        else:
+            text = item["msg"].removeprefix("Input ").replace("valid ", "").replace("an object", "a section of keys")
+            shown[path] = _show(given)
+        texts = found.setdefault(path, [])
+        if text not in texts:
+            texts.append(text)
+    problems = []
+    for path, texts in found.items():
+        place = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), source)
+        got = f", got {shown[path]}" if path in shown else ""
+        problems.append(f"{place}: {'.'.join(path)}{': ' if path else ''}{' or '.join(texts)}{got}")
+    return problems
+
+
+def _walk(loc: Sequence[int | str], values: Mapping[str, Any]) -> tuple[KeyPath, Any]:
+    """The keys of a pydantic location, without the tags of alternatives in it, and the section they lead to."""
+    path: list[str] = []
+    here: Any = values
+    section: Any = RunConfig
+    for part in loc:
+        if dataclasses.is_dataclass(section) and part in {f.name for f in dataclasses.fields(section)}:
+            here = here.get(part) if isinstance(here, Mapping) else None
+            section = _section_at(section, str(part), here)
+            path.append(str(part))
+    return tuple(path), section
+
+
+def _section_at(section: Any, key: str, given: Any) -> Any:
+    """The dataclass behind a key of a section, picked by `name` where there are several; None for a plain value."""
+    if section is RunConfig and key in ("algorithm", "weighting"):
+        name = given.get("name") if isinstance(given, Mapping) else None
+        return _registry(key).get(str(name), next(iter(_registry(key).values())))
+    hint = typing.get_type_hints(section)[key]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def _registry(key: str) -> Mapping[str, type]:
+    return ALGORITHMS if key == "algorithm" else WEIGHTINGS
+
+
+def _suggest(path: KeyPath, section: Any) -> str:
+    keys = [f.name for f in dataclasses.fields(section)] if dataclasses.is_dataclass(section) else []
+    if close := difflib.get_close_matches(path[-1], keys, n=1):
+        return f"; did you mean {'.'.join((*path[:-1], close[0]))}?"
+    return f"; valid keys: {', '.join(keys)}" if keys else ""
+
+
+def _accepted(names: Sequence[str] | Mapping[str, Any], given: Any) -> str:
+    close = difflib.get_close_matches(str(given), list(names), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"should be {' or '.join(names)}{hint}"
+
+
+def _absolute(config: RunConfig, source: str) -> RunConfig:
+    """Relative paths become absolute, against the environment's folders if given, else the current one."""
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    problems = []
+
+    def settle(path: Path, key: str, variable: str, *, used: bool = True) -> Path:
+        if path.is_absolute():
+            return path
+        if variable in os.environ:
+            return Path(os.environ[variable]).absolute()
+        if in_job and used:
+            problems.append(
+                f"{source}: {key}: {path} is relative, but a submitted job runs in a copy of the folder that Ray deletes; give an "
+                f"absolute path or set {variable}"
+            )
+        return path.absolute()
+
+    needs_root = config.data.name in ("fashion_mnist", "cifar10")
+    data = dataclasses.replace(
+        config.data,
+        root=settle(config.data.root, "data.root", "RAYSIM_DATA_ROOT", used=needs_root),
+        path=None if config.data.path is None else _file(config.data.path, config.data.root, settle),
+    )
+    partition = config.partition
+    if partition.path is not None:
+        partition = dataclasses.replace(partition, path=partition.path.absolute())
+    output = dataclasses.replace(config.output, dir=settle(config.output.dir, "output.dir", "RAYSIM_OUTPUT_DIR"))
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(config, data=data, partition=partition, output=output)
+
+
+def _file(path: Path, root: Path, settle: Any) -> Path:
+    """A data file, against RAYSIM_DATA_ROOT as its folder if that is set."""
+    if path.is_absolute() or "RAYSIM_DATA_ROOT" not in os.environ:
+        settled: Path = settle(path, "data.path", "RAYSIM_DATA_ROOT_")
+        return settled
+    return Path(os.environ["RAYSIM_DATA_ROOT"]).absolute() / path.name
+
+
+def _plain(node: Any) -> Any:
+    """ruamel's tree as plain Python values."""
+    if isinstance(node, CommentedMap):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value) for value in node]
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node if node is None else str(node)
+
+
+def _collect_places(tree: CommentedMap, path: KeyPath, file: Path, places: dict[KeyPath, str]) -> None:
+    for key, value in tree.items():
+        here = (*path, str(key))
+        places[here] = f"{file}:{tree.lc.key(key)[0] + 1}"
+        if isinstance(value, CommentedMap):
+            _collect_places(value, here, file, places)
+
+
+def _at(path: Path, mark: Any) -> str:
+    return f"{path}:{mark.line + 1}" if mark is not None else str(path)
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().splitlines()[0].strip() if text else ""
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

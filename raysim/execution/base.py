@@ -1,0 +1,386 @@
+"""What both executors agree on: settings, the setup that every process holds, work items and their outcomes.
+
+An executor runs the pure functions of `work.py` for a cohort. `serial` runs them here, one after the other; `ray` runs
+them in actors, scoring overlapped with training. Their numbers are equal bit for bit on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from fractions import Fraction
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from raysim.algorithms.base import AnyAlgorithm, Coefficients
+from raysim.data.arrays import ImageSet
+from raysim.data.partition import Partition
+from raysim.errors import ConfigError
+from raysim.evaluation import Metrics
+from raysim.fields import Count, NonNegative, NonNegativeInt, Positive, Section
+from raysim.local import LocalTraining
+from raysim.models.base import InputSpec, ModelSettings
+from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
+from raysim.weighting.base import Probe, Report, ScoringSettings, Sums, Weighting
+
+GROUP = 16
+"""Positions of the sampled cohort that are summed together before groups are added. Part of the numerics."""
+
+
+def gpu_share(value: float | str) -> Fraction | None:
+    """The share of a GPU that `num_gpus` asks for: a whole number or 1/k; None for `auto`.
+
+    Raises:
+        ValueError: Anything else; shares other than 1/k leave remainders on a GPU that nothing can use.
+    """
+    if value == "auto":
+        return None
+    try:
+        exact = Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"num_gpus must be auto, a whole number or 1/k, got {value!r}") from None
+    if exact >= 0 and exact.denominator == 1:
+        return exact
+    if 0 < exact < 1:
+        nearest = Fraction(1, round(1 / exact))
+        # 0.3333 stands for 1/3, 0.3 does not.
+        if abs(exact - nearest) <= Fraction(1, 10_000):
+            return nearest
+    raise ValueError(f"num_gpus must be auto, a whole number or 1/k (1/2, 1/3, 0.25, ...), got {value}")
+
+
+@dataclass(frozen=True)
+class ActorSettings(Section):
+    """Resources of one actor.
+
+    Attributes:
+        num_cpus: CPUs it reserves. On a CPU, twice as many actors as cores (0.5) keep the cores busy.
+        num_gpus: `auto`: an equal 1/k for clients and scorers where there are GPUs, else 0; a whole number or 1/k.
+    """
+
+    num_cpus: NonNegative = 0.5
+    num_gpus: float | str = "auto"
+
+    def __post_init__(self) -> None:
+        gpu_share(self.num_gpus)
+
+
+@dataclass(frozen=True)
+class ExecutionSettings(Section):
+    """Where and how the work runs. Nothing here but `threads` can change a number of the result.
+
+    Attributes:
+        backend: `ray` or `serial` (in this process, for debugging).
+        address: A Ray cluster's address; null: `RAY_ADDRESS`, else a Ray that raysim starts itself.
+        num_cpus: CPUs of a Ray that raysim starts itself; null: all.
+        num_gpus: GPUs of a Ray that raysim starts itself; null: all.
+        object_store_memory_mb: Object store of a Ray that raysim starts itself; null: Ray's default.
+        client_actors: `auto`: every client of the cohort its own actor if they fit, else as many as fit; `per_client`: every
+            client of the run its own; or a number.
+        scorer_actors: `auto` or a number.
+        threads: Torch threads per process; part of the numerics, the same for `serial`.
+        client: Resources of a client actor.
+        scorer: Resources of a scorer actor.
+        retries: How often a unit of work is run again after its actor died.
+        min_clients: A round with fewer usable updates, and clients that failed, ends the run.
+        on_nonfinite: `exclude` a client whose update or score is not finite, or `abort` the run.
+        resource_timeout_s: Longest wait for resources that exist but are taken.
+    """
+
+    backend: Literal["ray", "serial"] = "ray"
+    address: str | None = None
+    num_cpus: Count | None = None
+    num_gpus: NonNegativeInt | None = None
+    object_store_memory_mb: Count | None = None
+    client_actors: Literal["auto", "per_client"] | Count = "auto"
+    scorer_actors: Literal["auto"] | Count = "auto"
+    threads: Count = 1
+    client: ActorSettings = field(default_factory=ActorSettings)
+    scorer: ActorSettings = field(default_factory=ActorSettings)
+    retries: NonNegativeInt = 2
+    min_clients: Count = 1
+    on_nonfinite: Literal["exclude", "abort"] = "exclude"
+    resource_timeout_s: Positive = 30.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault for tests, from `RAYSIM_FAULT="kind=kill,client=3,round=2"`.
+
+    Attributes:
+        kind: `kill` the process, `raise` an error, `sleep`, or return `nan`.
+        client: Client whose unit it strikes; None: any.
+        round_num: Round it strikes in; None: any.
+        stage: `train` or `score`.
+        attempt: Attempt it strikes; None: any.
+        seconds: How long to sleep.
+    """
+
+    kind: str
+    client: int | None = None
+    round_num: int | None = None
+    stage: str = "train"
+    attempt: int | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def from_environment(cls) -> tuple[Fault, ...]:
+        """The faults that `RAYSIM_FAULT` asks for, separated by `;`.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        faults = []
+        for text in filter(None, os.environ.get("RAYSIM_FAULT", "").split(";")):
+            try:
+                given = dict(part.strip().split("=") for part in text.split(","))
+                given["round_num"] = given.pop("round", None)  # type: ignore[assignment]
+                numbers = {key: int(given[key]) for key in ("client", "round_num", "attempt") if given.get(key)}
+                fault = cls(given["kind"], stage=given.get("stage", "train"), seconds=float(given.get("seconds", 0)), **numbers)
+                if fault.kind not in ("kill", "raise", "sleep", "nan") or fault.stage not in ("train", "score"):
+                    raise ValueError
+            except (ValueError, KeyError):
+                raise ConfigError(
+                    f"RAYSIM_FAULT: {text!r} is not kind=kill|raise|sleep|nan[,client=N][,round=N][,stage=train|score]"
+                    "[,attempt=N][,seconds=S]"
+                ) from None
+            faults.append(fault)
+        return tuple(faults)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a run that does not change from round to round; every process holds it, the arrays once per node.
+
+    Attributes:
+        seed: Of the run.
+        algorithm: How clients train and the server steps.
+        weighting: How much each client counts.
+        training: Local training.
+        scoring: How validation passes are made.
+        model: Which network.
+        input_spec: Its input and number of classes.
+        train: Training images; clients hold index lists into it.
+        validation: The server's validation set.
+        test: The test set.
+        partition: Which training example belongs to which client.
+        scoring_shards: The validation set's fixed batches (index arrays), by shard.
+        evaluation_shards: Test examples by shard.
+        evaluation_batch_size: Test images per pass.
+        threads: Torch threads per process.
+        deterministic: Deterministic kernels on GPUs.
+        faults: For tests.
+    """
+
+    seed: int
+    algorithm: AnyAlgorithm
+    weighting: Weighting
+    training: LocalTraining
+    scoring: ScoringSettings
+    model: ModelSettings
+    input_spec: InputSpec
+    train: ImageSet
+    validation: ImageSet
+    test: ImageSet
+    partition: Partition
+    scoring_shards: tuple[tuple[np.ndarray, ...], ...]
+    evaluation_shards: tuple[np.ndarray, ...]
+    evaluation_batch_size: int
+    threads: int = 1
+    deterministic: bool = True
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A record on the wire: its type and its arrays. An absent record has no type."""
+
+    kind: type | None
+    arrays: Arrays
+
+    @classmethod
+    def of(cls, record: Any) -> Packed:
+        """Pack a record (or None)."""
+        return cls(None if record is None else type(record), to_arrays(record))
+
+    def unpack(self, device: Any = "cpu") -> Any:
+        """The record, its tensors sharing memory with the arrays on the CPU."""
+        return None if self.kind is None else from_arrays(self.kind, self.arrays, device)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What every client and scorer of a round receives, put once."""
+
+    round_num: int
+    server: Packed
+    buffers: Packed
+
+    @classmethod
+    def of(cls, round_num: int, server: ServerState, buffers: Buffers) -> Broadcast:
+        """The broadcast of a round."""
+        return cls(round_num, Packed.of(server), Packed.of(buffers))
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One client's part in one round.
+
+    Attributes:
+        client_id: Who.
+        position: Its place in the sampled cohort; decides its group in sums.
+        state: The executor's handle to its state, None before its first part.
+        num_examples: n_k, the expected work.
+    """
+
+    client_id: int
+    position: int
+    state: Any
+    num_examples: int
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What comes back beside the vectors of an update.
+
+    Attributes:
+        scalars: The plain numbers of the update (num_examples, num_steps, loss, ...).
+        nonfinite: Name of the first tensor of the update with a NaN or infinity, or None.
+        state_checksum: Of the client's new state; None for stateless methods.
+        seconds: Time the unit took in its process.
+    """
+
+    scalars: Mapping[str, float]
+    nonfinite: str | None
+    state_checksum: str | None
+    seconds: float
+
+
+@dataclass
+class Outcome:
+    """What became of one work item. Filled as the round goes on.
+
+    Attributes:
+        client_id: Who.
+        position: Its place in the sampled cohort.
+        status: ok; skipped (no example); excluded (not finite); failed (error, time-out, actor died).
+        reason: Why, unless ok.
+        update: The executor's handle to the update's vectors.
+        state: The executor's handle to the client's new state.
+        train: The training report.
+        probe: The scorer's findings, if the weighting wants any.
+        score_seconds: Time the probe took in its process.
+        queue_seconds: Time between the update being there and its scoring.
+        actor: Name, process, node and attempt of the training.
+        scorer: The same of the scoring.
+        started: When training was handed out.
+        finished: When the last unit came back.
+    """
+
+    client_id: int
+    position: int
+    status: Literal["ok", "skipped", "excluded", "failed"] = "ok"
+    reason: str | None = None
+    update: Any = None
+    state: Any = None
+    train: TrainReport | None = None
+    probe: Probe | None = None
+    score_seconds: float | None = None
+    queue_seconds: float | None = None
+    actor: Place | None = None
+    scorer: Place | None = None
+    started: datetime | None = None
+    finished: datetime | None = None
+
+    def report(self) -> Report:
+        """What the weighting is told."""
+        assert self.train is not None
+        scalars = self.train.scalars
+        return Report(
+            self.client_id, int(scalars["num_examples"]), int(scalars["num_steps"]), float(scalars["loss"]), self.probe
+        )
+
+    def drop(self, status: Literal["skipped", "excluded", "failed"], reason: str) -> None:
+        """Take the client out of the round: its vectors are released."""
+        self.status, self.reason = status, reason
+        self.update = self.state = None
+        self.finished = datetime.now(UTC)
+
+    def check_update(self) -> None:
+        """Exclude the client if its update is not finite."""
+        if self.train is not None and self.train.nonfinite is not None:
+            self.drop("excluded", f"non-finite update ({self.train.nonfinite})")
+
+    def check_probe(self) -> None:
+        """Exclude the client if its score is not finite, which weights could not survive."""
+        if self.probe is not None and not (np.isfinite(self.probe.unit_norms).all() and np.isfinite(self.probe.loss)):
+            self.drop("excluded", "non-finite validation gradient or loss")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a unit ran."""
+
+    actor: str
+    pid: int
+    node: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """What a cohort cost the pools.
+
+    Attributes:
+        train_seconds: From the first hand-out to the last update.
+        score_tail_seconds: From the last update to the last score.
+        client_utilisation: Busy share of the client actors until the last update.
+        scorer_utilisation: Busy share of the scorer actors until the last score.
+        retries: Units run again because their actor died.
+    """
+
+    train_seconds: float = 0.0
+    score_tail_seconds: float = 0.0
+    client_utilisation: float | None = None
+    scorer_utilisation: float | None = None
+    retries: int = 0
+
+
+class Observer(Protocol):
+    """Who is told how a round goes on."""
+
+    def client_trained(self, client_id: int) -> None:
+        """Its training ended, well or not."""
+
+    def client_scored(self, client_id: int) -> None:
+        """Its scoring ended, well or not."""
+
+
+class Executor(Protocol):
+    """Runs the work of rounds. A context manager: leaving it ends every process it started."""
+
+    def run_cohort(
+        self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
+    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+        """Train and probe a cohort; outcomes in client-id order, and the weighting's reference at the global model."""
+
+    def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+        """float64 sums of update fields over `outcomes`, in the fixed groups, one update in memory at a time."""
+
+    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
+        """Metrics of the deployed global model on the test set."""
+
+    def fetch(self, handle: Any) -> Any:
+        """The object behind a handle (a client's state, for a checkpoint)."""
+
+    def store(self, state: Packed) -> Any:
+        """A handle to a client's state (from a checkpoint)."""
+
+    def describe(self) -> dict[str, Any]:
+        """The resource plan, for the manifest."""
+
+    def close(self) -> None:
+        """End every process it started."""

@@ -1,0 +1,63 @@
+"""The actor: a process with a bound model, a thin shell around the functions of `work.py`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+import torch
+
+from raysim.evaluation import ShardPredictions
+from raysim.execution.base import Broadcast, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.work import build_objective, evaluate_shard, probe_client, reference_at, train_client
+from raysim.state import Arrays
+from raysim.weighting.base import Probe, Sums
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class WorkActor:
+    """A client or a scorer, as its pool decides. It holds the setup and a model's memory, never state of a run."""
+
+    def __init__(self, setup: Setup, label: str) -> None:
+        self._setup = setup
+        self._label = label
+        torch.set_num_threads(setup.threads)
+        self._objective = build_objective(setup, _device())
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def hello(self) -> tuple[int, str]:
+        """Process id and node id; answers once the model is built."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    @ray.method(num_returns=3)
+    def train(
+        self, item: WorkItem, attempt: int, broadcast: Broadcast, state: Packed
+    ) -> tuple[Arrays, Packed, TrainReport]:
+        """Three objects: the vectors stay on this node, the report is small enough to travel inline."""
+        return train_client(self._setup, self._objective, broadcast, item, state, attempt=attempt)
+
+    def score(self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays) -> tuple[Probe, float]:
+        """Probe one client's model."""
+        return probe_client(
+            self._setup, self._objective, broadcast, arrays, client_id=client_id, attempt=attempt
+        )
+
+    def reference(self, broadcast: Broadcast) -> Sums | None:
+        """What the weighting needs of the global model."""
+        return reference_at(self._setup, self._objective, broadcast)
+
+    def evaluate(self, server: Packed, buffers: Packed, shard: int) -> ShardPredictions:
+        """Predictions on one shard of the test set."""
+        return evaluate_shard(self._setup, self._objective, server, buffers, shard)
+
+
+def _device() -> torch.device:
+    """The GPU that Ray assigned to this actor, else the CPU.
+
+    `torch.cuda.is_available()` alone is no test: Ray lets actors without a GPU see all of them.
+    """
+    assigned: Any = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return torch.device("cuda" if assigned and torch.cuda.is_available() else "cpu")

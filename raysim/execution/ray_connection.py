@@ -1,0 +1,116 @@
+"""Connecting to Ray: somebody's cluster if one is named, else a Ray of our own that ends with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from raysim.errors import ConfigError
+from raysim.execution.base import ExecutionSettings
+from raysim.execution.ray_plan import Node, Plan
+
+logger = logging.getLogger("raysim.ray")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection to Ray.
+
+    Attributes:
+        started: Whether this run made it, and so has to end it.
+        where: For messages.
+    """
+
+    started: bool
+    where: str
+
+    def close(self) -> None:
+        """Disconnect, ending a Ray of our own; a Ray that was there before is left as it is."""
+        if self.started:
+            ray.shutdown()
+
+
+def connect(settings: ExecutionSettings) -> Connection:
+    """Use the Ray this process is connected to, else `execution.address` or `RAY_ADDRESS`, else start one here.
+
+    Raises:
+        ConfigError: The cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        return Connection(False, "the Ray this process is connected to")
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    # Ray replaces the SIGTERM handler; a run's own must survive, or a stopped job looks like a crashed one.
+    main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": f"raysim-{os.getpid()}"}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            memory = settings.object_store_memory_mb
+            ray.init(
+                address="local",
+                num_cpus=settings.num_cpus,
+                num_gpus=settings.num_gpus,
+                object_store_memory=memory * 2**20 if memory else None,
+                include_dashboard=False,
+                **quiet,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        key = "execution.address" if settings.address else "RAY_ADDRESS" if address else "execution"
+        raise ConfigError(f"{key}: cannot {'reach' if address else 'start'} Ray{f' at {address}' if address else ''}: {error}") from error
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGTERM, handler)
+    return Connection(True, address or "a local Ray")
+
+
+def cluster_nodes() -> list[Node]:
+    """The nodes that are alive, with what they offer in all."""
+    return [
+        Node(
+            name=node["NodeManagerHostname"],
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+            memory=node["Resources"].get("memory", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def wait_for_resources(plan: Plan, timeout_s: float) -> None:
+    """Wait until what the plan needs is free.
+
+    Raises:
+        ConfigError: Others still hold it after `timeout_s`.
+    """
+    needed = {
+        "CPU": plan.client_actors * plan.client_cpus + plan.scorer_actors * plan.scorer_cpus,
+        "GPU": float(plan.client_actors * plan.client_gpus + plan.scorer_actors * plan.scorer_gpus),
+    }
+    deadline = time.monotonic() + timeout_s
+    told = False
+    while short := _short(needed):
+        if time.monotonic() > deadline:
+            free = ray.available_resources()
+            raise ConfigError(
+                f"execution: {', '.join(f'{needed[k]:g} {k} needed, {free.get(k, 0):g} free' for k in short)} on the cluster after "
+                f"{timeout_s:g} s: other jobs hold the rest; ask for fewer actors, or raise execution.resource_timeout_s"
+            )
+        if not told:
+            logger.warning("waiting up to %g s for %s that other jobs hold", timeout_s, " and ".join(short))
+            told = True
+        time.sleep(0.5)
+
+
+def _short(needed: dict[str, float]) -> Sequence[str]:
+    free = ray.available_resources()
+    return [name for name, amount in needed.items() if amount > free.get(name, 0.0) + 1e-3]

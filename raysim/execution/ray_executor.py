@@ -1,0 +1,380 @@
+"""The Ray executor: clients train in one pool of actors while scorers in another probe what has come back.
+
+The driver owns every object. Updates stay on the node that made them until they are summed, one at a time; only reports and
+probes, a few numbers each, come inline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysim.algorithms.base import Coefficients
+from raysim.errors import ConfigError, RunError
+from raysim.evaluation import Metrics, metrics_of
+from raysim.execution.base import Broadcast, ExecutionSettings, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
+from raysim.execution.ray_actors import WorkActor
+from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
+from raysim.execution.ray_plan import Demand, Plan, make_plan
+from raysim.execution.ray_pool import (
+    ActorLost,
+    Done,
+    InputLost,
+    Pool,
+    Ref,
+    Unit,
+    UnitFailed,
+    run_until_done,
+    wait_until_started,
+)
+from raysim.execution.work import sum_updates
+from raysim.state import Buffers, ServerState
+from raysim.weighting.base import Sums, Weighting
+
+logger = logging.getLogger("raysim.ray")
+
+START_SECONDS_PER_ACTOR = 15.0
+"""Allowance for starting one actor process on a busy core, beyond `execution.resource_timeout_s`."""
+
+
+class RayBackend:
+    """Makes actors and asks them; what `ray_pool` calls a backend."""
+
+    def __init__(self, plan: Plan, setup_ref: Any, group: PlacementGroup | None) -> None:
+        self._plan = plan
+        self._setup_ref = setup_ref
+        self._group = group
+        self._actors: dict[str, Any] = {}
+        self._vectors: dict[Ref, tuple[Any, Any]] = {}
+
+    def start(self, slot: str, generation: int) -> Ref:
+        """Begin to create an actor: `client-3` or `scorer-0`."""
+        role, _, index = slot.partition("-")
+        plan = self._plan
+        options: dict[str, Any] = {"name": f"{slot}.{generation}"}
+        if role == "scorer":
+            options |= {"num_cpus": plan.scorer_cpus, "num_gpus": _ray_gpus(plan.scorer_gpus)}
+            if self._group is not None:
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=int(index)
+                )
+        else:
+            options |= {"num_cpus": plan.client_cpus, "num_gpus": _ray_gpus(plan.client_gpus)}
+        self._actors[slot] = WorkActor.options(**options).remote(self._setup_ref, slot)
+        return self._actors[slot].hello.remote()
+
+    def submit(self, slot: str, unit: Unit) -> Ref:
+        """Run a unit; of a training unit only the report is waited for."""
+        actor = self._actors[slot]
+        if unit.kind == "train":
+            item, broadcast, state = unit.payload
+            arrays, new_state, report = actor.train.remote(item, unit.attempt, broadcast, state)
+            self._vectors[report] = (arrays, new_state)
+            return report
+        if unit.kind == "score":
+            return actor.score.remote(unit.key, unit.attempt, *unit.payload)
+        return getattr(actor, unit.kind).remote(*unit.payload)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+        """All that are ready, after at least one is or the time is over; nothing is fetched to the driver."""
+        refs = list(refs)
+        ready, _ = ray.wait(refs, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if ready and len(refs) > 1:
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return list(ready)
+
+    def result(self, ref: Ref) -> Any:
+        """The value; for training the report with the references of update and state."""
+        vectors = self._vectors.pop(ref, None)
+        try:
+            value = ray.get(ref)
+        except RayTaskError as error:
+            raise UnitFailed(str(error)) from None
+        except (ActorDiedError, ActorUnavailableError, WorkerCrashedError, NodeDiedError, OutOfMemoryError) as error:
+            raise ActorLost(_reason(error)) from None
+        except ObjectLostError as error:
+            raise InputLost(_reason(error)) from None
+        except RayError as error:
+            raise UnitFailed(f"{type(error).__name__}: {error}") from None
+        return value if vectors is None else (value, *vectors)
+
+    def kill(self, slot: str) -> None:
+        """End the slot's actor."""
+        actor = self._actors.pop(slot, None)
+        if actor is not None:
+            ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """End all actors."""
+        for slot in list(self._actors):
+            self.kill(slot)
+
+
+class RayExecutor:
+    """Runs rounds on a Ray cluster.
+
+    Args:
+        setup: The run; put into the object store once.
+        settings: Pools and resources.
+        demand: Expected work, for the plan.
+        say: Told the plan, line by line, before any actor starts.
+
+    Raises:
+        ConfigError: Ray cannot be reached, or its resources do not suffice.
+    """
+
+    def __init__(self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info) -> None:
+        self._setup = setup
+        self._settings = settings
+        self._connection: Connection = connect(settings)
+        self._group: PlacementGroup | None = None
+        self._backend: RayBackend | None = None
+        try:
+            self.plan = make_plan(settings, cluster_nodes(), demand)
+            for line in self.plan.lines():
+                say(line)
+            wait_for_resources(self.plan, settings.resource_timeout_s)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        plan, settings = self.plan, self._settings
+        self._group = self._scorer_group()
+        self._backend = RayBackend(plan, ray.put(self._setup), self._group)
+        timeout = settings.resource_timeout_s + START_SECONDS_PER_ACTOR * (plan.client_actors + plan.scorer_actors)
+        # Scorers first: under memory pressure Ray kills the newest actors first, and a scorer is the dearer one.
+        self._scorers = self._pool("scorer", plan.scorer_actors, timeout)
+        self._clients = self._pool("client", plan.client_actors, timeout)
+        for pool in (self._scorers, self._clients):
+            pool.start()
+        wait_until_started([self._scorers, self._clients], self._backend)
+
+    def _pool(self, role: str, count: int, timeout: float) -> Pool:
+        assert self._backend is not None
+        slots = [f"{role}-{i}" for i in range(count)]
+        return Pool(role, slots, self._backend, retries=self._settings.retries, start_timeout_s=timeout)
+
+    def _scorer_group(self) -> PlacementGroup | None:
+        """One bundle per scorer, spread over the nodes; None when scorers reserve nothing."""
+        plan = self.plan
+        bundle = {"CPU": plan.scorer_cpus, "GPU": _ray_gpus(plan.scorer_gpus)}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        if not bundle:
+            return None
+        group = placement_group([bundle] * plan.scorer_actors, strategy="SPREAD")
+        if not group.wait(self._settings.resource_timeout_s):
+            remove_placement_group(group)
+            raise ConfigError(
+                f"execution.scorer_actors: {plan.scorer_actors} x {bundle} could not be reserved within "
+                f"{self._settings.resource_timeout_s:g} s (execution.resource_timeout_s): other jobs hold them"
+            )
+        return group
+
+    def run_cohort(
+        self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
+    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+        """Train the cohort, probing each update as soon as it is there."""
+        assert self._backend is not None
+        run = _CohortRun(self._setup, self._clients, self._scorers, self.plan, broadcast, observer)
+        return run.run(items, self._backend)
+
+    def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+        """float64 sums on the driver, one update in memory at a time."""
+        return sum_updates([o.position for o in outcomes], lambda i: ray.get(outcomes[i].update), coefficients)
+
+    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
+        """Metrics on the test set, its shards spread over the scorers."""
+        assert self._backend is not None
+        setup = self._setup
+        packed = ray.put(Packed.of(ServerState(server.params))), ray.put(Packed.of(buffers))
+        found: dict[int, Any] = {}
+
+        def handle(done: Done) -> None:
+            if done.error is not None:
+                raise RunError(f"evaluation of the global model failed: {done.error}") from done.error
+            found[done.unit.key] = done.value
+
+        for shard in range(len(setup.evaluation_shards)):
+            self._scorers.put(Unit("evaluate", shard, f"test shard {shard}", (*packed, shard)))
+        run_until_done([self._scorers], self._backend, handle)
+        shards = [found[shard] for shard in range(len(found))]
+        return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
+
+    def fetch(self, handle: Any) -> Any:
+        """The object behind a reference."""
+        return ray.get(handle)
+
+    def store(self, state: Packed) -> Any:
+        """A reference to a client's state."""
+        return ray.put(state)
+
+    def describe(self) -> dict[str, Any]:
+        """The plan."""
+        return {**self.plan.as_dict(), "ray": self._connection.where}
+
+    def close(self) -> None:
+        """End all actors, and Ray if this run started it."""
+        if self._backend is not None:
+            self._backend.close()
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._connection.close()
+
+
+class _CohortRun:
+    """One round's pipeline: train -> check -> score, client by client, in whatever order they come."""
+
+    def __init__(
+        self, setup: Setup, clients: Pool, scorers: Pool, plan: Plan, broadcast: Broadcast, observer: Observer
+    ) -> None:
+        self._setup, self._clients, self._scorers, self._plan = setup, clients, scorers, plan
+        self._round_num, self._observer = broadcast.round_num, observer
+        self._broadcast = ray.put(broadcast)
+        self._outcomes: dict[int, Outcome] = {}
+        self._units: dict[int, Unit] = {}
+        self._ready: dict[int, float] = {}
+        self._reference: Sums | None = None
+        self._last_trained = time.monotonic()
+
+    def run(
+        self, items: Sequence[WorkItem], backend: RayBackend
+    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+        """Run all items to their end."""
+        pools = (self._clients, self._scorers)
+        started = time.monotonic()
+        busy, retried = [pool.busy_seconds for pool in pools], sum(pool.retried for pool in pools)
+        weighting = self._setup.weighting
+        if weighting.needs_probe and type(weighting).reference is not Weighting.reference:
+            self._scorers.put(Unit("reference", -1, f"round {self._round_num} reference", (self._broadcast,)))
+        for item in items:
+            self._put(item)
+        try:
+            run_until_done([self._clients, self._scorers], backend, self._handle)
+        except BaseException:
+            for pool in pools:
+                pool.clear()
+            raise
+        ended = time.monotonic()
+        train, total = self._last_trained - started, ended - started
+        spent = [pool.busy_seconds - before for pool, before in zip(pools, busy, strict=True)]
+        use = PoolUse(
+            train_seconds=train,
+            score_tail_seconds=ended - self._last_trained,
+            client_utilisation=_share(spent[0], train * len(self._clients.slots)),
+            scorer_utilisation=_share(spent[1], total * len(self._scorers.slots)) if weighting.needs_probe else None,
+            retries=sum(pool.retried for pool in pools) - retried,
+        )
+        return [self._outcomes[item.client_id] for item in items], self._reference, use
+
+    def _put(self, item: WorkItem) -> None:
+        state = Packed(None, {}) if item.state is None else item.state
+        home = f"client-{item.client_id}" if self._plan.per_client else None
+        unit = Unit(
+            "train",
+            item.client_id,
+            f"round {self._round_num} client {item.client_id}",
+            (item, self._broadcast, state),
+            cost=item.num_examples * self._setup.training.local_epochs,
+            timeout_s=getattr(self._setup.training, "timeout_s", None),
+            home=home,
+            pinned=self._plan.per_client,
+        )
+        self._outcomes[item.client_id] = Outcome(item.client_id, item.position, started=datetime.now(UTC))
+        self._units[item.client_id] = unit
+        self._clients.put(unit)
+
+    def _handle(self, done: Done) -> None:
+        if done.unit.kind == "reference":
+            if done.error is not None:
+                raise RunError(f"the weighting's reference failed: {done.error}") from done.error
+            self._reference = done.value
+            return
+        outcome = self._outcomes[done.unit.key]
+        if done.unit.kind == "train":
+            self._trained(outcome, done)
+        else:
+            self._scored(outcome, done)
+        outcome.finished = datetime.now(UTC)
+
+    def _trained(self, outcome: Outcome, done: Done) -> None:
+        outcome.actor = done.place
+        self._last_trained = time.monotonic()
+        if done.error is not None:
+            self._fail(outcome, done)
+        else:
+            outcome.train, outcome.update, state = done.value
+            outcome.state = state if outcome.train.state_checksum is not None else None
+            outcome.check_update()
+        self._observer.client_trained(outcome.client_id)
+        if outcome.status == "ok" and self._setup.weighting.needs_probe:
+            self._ready[outcome.client_id] = time.monotonic()
+            self._scorers.put(
+                Unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
+            )
+
+    def _scored(self, outcome: Outcome, done: Done) -> None:
+        outcome.scorer = done.place
+        unit = self._units[outcome.client_id]
+        if isinstance(done.error, InputLost) and unit.attempt <= self._clients.retries:
+            # The update is gone with its node: the client trains again, drawing the same numbers.
+            logger.warning("%s: update lost, training again", done.unit.label)
+            outcome.update = outcome.state = outcome.train = None
+            again = Unit(**{**unit.__dict__, "attempt": unit.attempt + 1})
+            self._units[outcome.client_id] = again
+            self._clients.put(again)
+            return
+        if done.error is not None:
+            self._fail(outcome, done)
+        else:
+            outcome.probe, outcome.score_seconds = done.value
+            outcome.queue_seconds = max(0.0, done.started - self._ready[outcome.client_id])
+            outcome.check_probe()
+        self._observer.client_scored(outcome.client_id)
+
+    def _fail(self, outcome: Outcome, done: Done) -> None:
+        actor = done.place.actor if done.place else "?"
+        if isinstance(done.error, UnitFailed):
+            logger.error("%s %s on %s raised:\n%s", done.unit.label, done.unit.kind, actor, done.error)
+            reason = str(done.error).strip().splitlines()[-1]
+        elif isinstance(done.error, ActorLost):
+            reason = f"actor died ({done.unit.attempt} attempts): {done.error}"
+        else:
+            reason = str(done.error)
+        logger.warning("%s failed in %s: %s", done.unit.label, done.unit.kind, reason)
+        outcome.drop("failed", f"{done.unit.kind}: {reason}")
+
+
+def _share(spent: float, available: float) -> float | None:
+    return min(1.0, spent / available) if available > 0 else None
+
+
+def _ray_gpus(share: Any) -> float:
+    """A share in Ray's granularity of 1/10000, rounded down so that k of them fit."""
+    return float(share) if share.denominator == 1 else int(share * 10_000) / 10_000
+
+
+def _reason(error: Exception) -> str:
+    """The first line of Ray's explanation, with its hint at the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "memory" in line.lower() or "SIGKILL" in line or "exit" in line.lower()]
+    return " ".join(dict.fromkeys([*lines[:1], *causes[:1]])) or type(error).__name__

@@ -1,0 +1,252 @@
+"""How many client and scorer actors fit, and which resource says so. Plain arithmetic; nothing here imports ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from raysim.errors import ConfigError
+from raysim.execution.base import ExecutionSettings, gpu_share
+
+ACTOR_MEMORY = 350 * 2**20
+"""Private memory of an actor that imported torch, in bytes (measured: about 320 MB), before its model."""
+ACTORS_PER_GPU = 8
+"""Most actors that `num_gpus: auto` puts on one GPU: each costs a CUDA context of 0.3 to 0.6 GB."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of the cluster offers in all (not what is free at the moment)."""
+
+    name: str
+    cpus: float
+    gpus: float
+    memory: float
+
+
+def local_nodes(settings: ExecutionSettings) -> list[Node]:
+    """This machine as the one node of a Ray that raysim would start itself."""
+    import psutil
+    import torch
+
+    cpus = settings.num_cpus if settings.num_cpus is not None else len(psutil.Process().cpu_affinity())
+    gpus = settings.num_gpus if settings.num_gpus is not None else torch.cuda.device_count()
+    # Ray keeps 30 % of the free memory for its object store.
+    return [Node("this machine", float(cpus), float(gpus), 0.7 * psutil.virtual_memory().available)]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the run would keep busy.
+
+    Attributes:
+        cohort: Clients per round.
+        clients: Clients of the run.
+        scoring_ratio: Images scored over images trained on, per client and round; 0 without scoring.
+        model_bytes: Size of the model's vector.
+    """
+
+    cohort: int
+    clients: int
+    scoring_ratio: float
+    model_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pools that will be started.
+
+    Attributes:
+        client_actors: Number of client actors.
+        scorer_actors: Number of scorer actors.
+        client_gpus: Share of a GPU of each client actor.
+        scorer_gpus: Share of a GPU of each scorer actor.
+        client_cpus: CPUs of each client actor.
+        scorer_cpus: CPUs of each scorer actor.
+        binding: What keeps the client pool from being larger.
+        per_client: Whether every client of the run has its own actor.
+        nodes: The cluster.
+    """
+
+    client_actors: int
+    scorer_actors: int
+    client_gpus: Fraction
+    scorer_gpus: Fraction
+    client_cpus: float
+    scorer_cpus: float
+    binding: str
+    per_client: bool
+    nodes: tuple[Node, ...]
+
+    def lines(self) -> list[str]:
+        """The plan in words, one line per pool and one for the cluster."""
+        cpus, gpus = sum(n.cpus for n in self.nodes), sum(n.gpus for n in self.nodes)
+        memory = sum(n.memory for n in self.nodes) / 2**30
+        return [
+            f"cluster: {len(self.nodes)} node(s), {cpus:g} CPUs, {gpus:g} GPUs, {memory:.1f} GiB",
+            f"client actors: {self.client_actors} x {_share(self.client_cpus, self.client_gpus)} ({self.binding})",
+            f"scorer actors: {self.scorer_actors} x {_share(self.scorer_cpus, self.scorer_gpus)}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "backend": "ray",
+            "client_actors": self.client_actors,
+            "scorer_actors": self.scorer_actors,
+            "client": {"num_cpus": self.client_cpus, "num_gpus": str(self.client_gpus)},
+            "scorer": {"num_cpus": self.scorer_cpus, "num_gpus": str(self.scorer_gpus)},
+            "binding": self.binding,
+            "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "memory": n.memory} for n in self.nodes],
+        }
+
+
+def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand) -> Plan:
+    """Sizes of both pools for a cluster.
+
+    On CPUs, `auto` fills the reservable CPUs with actors, never with fewer scorers than cores while scoring is the larger part of
+    the work; otherwise the split follows the work. On GPUs, `num_gpus: auto` is an equal 1/k for all actors.
+
+    Raises:
+        ConfigError: The resources asked for do not exist; says what was asked, what exists and which key to change.
+    """
+    gpus = sum(int(node.gpus) for node in nodes)
+    client_gpus, scorer_gpus = gpu_share(settings.client.num_gpus), gpu_share(settings.scorer.num_gpus)
+    auto_share = Fraction(0)
+    if gpus and None in (client_gpus, scorer_gpus):
+        wanted = demand.cohort + max(1, math.ceil(demand.cohort * min(demand.scoring_ratio, 1.0)))
+        by_cpu = sum(node.cpus for node in nodes) / max(settings.client.num_cpus, settings.scorer.num_cpus, 1e-9)
+        actors = max(2, min(wanted, ACTORS_PER_GPU * gpus, int(by_cpu)))
+        auto_share = Fraction(1, math.ceil(actors / gpus))
+    client = _Actor("client", settings.client.num_cpus, auto_share if client_gpus is None else client_gpus)
+    scorer = _Actor("scorer", settings.scorer.num_cpus, auto_share if scorer_gpus is None else scorer_gpus)
+    memory = ACTOR_MEMORY + 4 * demand.model_bytes
+
+    problems = [problem for actor in (client, scorer) if (problem := actor.impossible(nodes))]
+    if problems:
+        raise ConfigError(problems)
+
+    per_client = settings.client_actors == "per_client"
+    wanted_clients = demand.clients if per_client else demand.cohort
+    clients_given = settings.client_actors if isinstance(settings.client_actors, int) else None
+    if settings.scorer_actors == "auto":
+        scorers = _auto_scorers(nodes, client, scorer, demand, memory)
+    else:
+        scorers = settings.scorer_actors
+    free = _Packing(nodes, memory)
+    if free.place(scorer, scorers) < scorers:
+        raise ConfigError(
+            f"execution.scorer_actors: {scorers} scorers of {scorer} do not fit on {_offer(nodes)}; lower "
+            "execution.scorer_actors, execution.scorer.num_cpus or execution.scorer.num_gpus"
+        )
+    limit = clients_given if clients_given is not None else wanted_clients
+    placed = free.place(client, limit)
+    if placed == 0 or (placed < limit and (per_client or clients_given is not None)):
+        key = "per_client" if per_client else limit
+        raise ConfigError(
+            f"execution.client_actors: {key} needs {limit} client actors of {client} and {memory * limit / 2**30:.1f} GiB, but "
+            f"beside {scorers} scorers only {placed} fit on {_offer(nodes)} ({free.binding}-bound); use auto, a smaller number, or "
+            "a smaller execution.client.num_cpus"
+        )
+    if placed == limit:
+        binding = "as configured" if clients_given is not None else "one per client" if per_client else "cohort-bound"
+    else:
+        binding = f"{free.binding}-bound"
+    return Plan(
+        placed, scorers, client.gpus, scorer.gpus, client.cpus, scorer.cpus, binding, per_client, tuple(nodes)
+    )
+
+
+@dataclass(frozen=True)
+class _Actor:
+    role: str
+    cpus: float
+    gpus: Fraction
+
+    def __str__(self) -> str:
+        return _share(self.cpus, self.gpus)
+
+    def impossible(self, nodes: Sequence[Node]) -> str | None:
+        """Why not even one fits, or None."""
+        problems = []
+        for what, asked, have in (
+            ("num_cpus", self.cpus, [node.cpus for node in nodes]),
+            ("num_gpus", float(self.gpus), [node.gpus for node in nodes]),
+        ):
+            if asked > max(have, default=0):
+                problems.append(
+                    f"execution.{self.role}.{what}: {asked:g} asked for, but the cluster has {sum(have):g} in all and the "
+                    f"largest node {max(have, default=0):g}; lower execution.{self.role}.{what} or add nodes"
+                )
+        return "; ".join(problems) or None
+
+
+class _Packing:
+    """What is left on each node while actors are placed one by one, fullest choice first (largest free node)."""
+
+    def __init__(self, nodes: Sequence[Node], memory: float) -> None:
+        self._cpus = [node.cpus for node in nodes]
+        self._memory = [node.memory for node in nodes]
+        self._gpus = [[Fraction(1)] * int(node.gpus) for node in nodes]
+        self._each = memory
+        self.binding = "cohort"
+
+    def place(self, actor: _Actor, count: int) -> int:
+        """Place up to `count` actors; returns how many fit and notes what was short."""
+        for placed in range(count):
+            node = max((i for i in range(len(self._cpus)) if not self._short(i, actor)), key=self._room, default=None)
+            if node is None:
+                short = [self._short(i, actor) for i in range(len(self._cpus))]
+                self.binding = next((s for s in ("GPU", "CPU", "memory") if s in short), "resource")
+                return placed
+            self._cpus[node] -= actor.cpus
+            self._memory[node] -= self._each
+            self._take_gpus(node, actor.gpus)
+        return count
+
+    def _room(self, node: int) -> float:
+        return self._cpus[node]
+
+    def _short(self, node: int, actor: _Actor) -> str | None:
+        if self._cpus[node] + 1e-9 < actor.cpus:
+            return "CPU"
+        if actor.gpus >= 1 and sum(free == 1 for free in self._gpus[node]) < actor.gpus:
+            return "GPU"
+        if 0 < actor.gpus < 1 and max(self._gpus[node], default=Fraction(0)) < actor.gpus:
+            return "GPU"
+        return "memory" if self._memory[node] < self._each else None
+
+    def _take_gpus(self, node: int, share: Fraction) -> None:
+        devices = self._gpus[node]
+        if share >= 1:
+            for _ in range(int(share)):
+                devices[devices.index(Fraction(1))] = Fraction(0)
+        elif share > 0:
+            fitting = [free for free in devices if free >= share]
+            devices[devices.index(min(fitting))] -= share
+
+
+def _auto_scorers(nodes: Sequence[Node], client: _Actor, scorer: _Actor, demand: Demand, memory: float) -> int:
+    capacity = _Packing(nodes, memory).place(scorer, 4096)
+    cores = max(1, int(sum(node.cpus for node in nodes)))
+    ratio = demand.scoring_ratio
+    if ratio >= 1:
+        wanted = cores if scorer.gpus == 0 else round(capacity * ratio / (1 + ratio))
+    elif ratio > 0:
+        wanted = round(capacity * ratio / (1 + ratio))
+    else:
+        wanted = min(cores, capacity // 2)
+    # One place is left to a client, and more scorers than models in a round have nothing to do.
+    return max(1, min(wanted, capacity - 1, max(demand.cohort, 1)))
+
+
+def _share(cpus: float, gpus: Fraction) -> str:
+    return f"{cpus:g} CPU" + (f" + {gpus} GPU" if gpus else "")
+
+
+def _offer(nodes: Sequence[Node]) -> str:
+    cpus, gpus = sum(n.cpus for n in nodes), sum(n.gpus for n in nodes)
+    return f"{len(nodes)} node(s) with {cpus:g} CPUs, {gpus:g} GPUs and {sum(n.memory for n in nodes) / 2**30:.1f} GiB"

@@ -1,0 +1,286 @@
+"""A pool of actors that loses no work: a dead actor is replaced and its unit handed out again.
+
+Plain Python over a small backend, so that the logic is tested with a deterministic fake; nothing here imports ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from raysim.errors import RunError
+from raysim.execution.base import Place
+
+logger = logging.getLogger("raysim.pool")
+
+Ref = Hashable
+"""Stands for a result that is not there yet."""
+
+
+class ActorLost(Exception):
+    """The actor died, or cannot be reached; its unit may be run again elsewhere."""
+
+
+class InputLost(Exception):
+    """Something the unit was given is gone (its node died); the unit that made it must be run again."""
+
+
+class UnitFailed(Exception):
+    """The unit's own code raised; running it again would raise again. The text is the traceback."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work.
+
+    Attributes:
+        kind: train, score, evaluate, ...
+        key: The client or shard it belongs to.
+        label: How logs call it: `round 2 client 3`.
+        payload: What the backend needs to run it.
+        cost: Expected work; larger is handed out first. Equal costs go first in, first out.
+        timeout_s: Longest time it may run.
+        home: Slot whose actor is preferred.
+        pinned: Only the home will do.
+        attempt: 1 the first time.
+        created: When it was put.
+    """
+
+    kind: str
+    key: int
+    label: str = ""
+    payload: Any = None
+    cost: float = 0.0
+    timeout_s: float | None = None
+    home: str | None = None
+    pinned: bool = False
+    attempt: int = 1
+    created: float = 0.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """A unit that ended, with its value or with the error that ended it."""
+
+    unit: Unit
+    value: Any = None
+    error: Exception | None = None
+    place: Place | None = None
+    started: float = 0.0
+    finished: float = 0.0
+
+
+class Backend(Protocol):
+    """How actors are made and asked. All references become ready exactly once."""
+
+    def start(self, slot: str, generation: int) -> Ref:
+        """Begin to create the slot's actor; its result is (process id, node id)."""
+
+    def submit(self, slot: str, unit: Unit) -> Ref:
+        """Run a unit on the slot's actor."""
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+        """Those of `refs` that are ready, after at least one is or the time is over."""
+
+    def result(self, ref: Ref) -> Any:
+        """The value of a ready reference; raises ActorLost, InputLost or UnitFailed."""
+
+    def kill(self, slot: str) -> None:
+        """End the slot's actor; it may be dead already."""
+
+
+@dataclass
+class _Slot:
+    name: str
+    generation: int = 0
+    failures: int = 0
+    pid: int = 0
+    node: str = ""
+    ref: Ref | None = None
+    unit: Unit | None = None
+    since: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return self.name if self.generation == 1 else f"{self.name}.{self.generation}"
+
+
+@dataclass
+class Pool:
+    """Actors of one role and the units that wait for them. One unit is in flight per actor.
+
+    Attributes:
+        role: For messages: `client` or `scorer`.
+        slots: Names of the places for actors; a dead actor is replaced in its slot.
+        backend: Makes and asks the actors.
+        retries: How often a unit is run again after its actor died, and how often a slot may fail to start in a row.
+        start_timeout_s: Longest time an actor may take to answer for the first time.
+        clock: Seconds; tests replace it.
+    """
+
+    role: str
+    slots: Sequence[str]
+    backend: Backend
+    retries: int = 2
+    start_timeout_s: float = 120.0
+    clock: Callable[[], float] = time.monotonic
+    busy_seconds: float = 0.0
+    retried: int = 0
+    _slots: dict[str, _Slot] = field(default_factory=dict)
+    _queue: list[Unit] = field(default_factory=list)
+    _homes: dict[int, str] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Begin to create all actors."""
+        for name in self.slots:
+            self._slots[name] = _Slot(name)
+            self._start(self._slots[name])
+
+    @property
+    def refs(self) -> list[Ref]:
+        """All references that something will come back on."""
+        return [slot.ref for slot in self._slots.values() if slot.ref is not None]
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether units wait or run."""
+        return bool(self._queue) or any(slot.unit is not None for slot in self._slots.values())
+
+    @property
+    def starting(self) -> bool:
+        """Whether an actor has not answered yet."""
+        return any(slot.ref is not None and slot.unit is None for slot in self._slots.values())
+
+    def put(self, unit: Unit) -> None:
+        """Queue a unit. A client's unit prefers the actor that had the client before."""
+        home = unit.home or self._homes.get(unit.key)
+        self._queue.append(replace(unit, home=home, created=unit.created or self.clock()))
+
+    def clear(self) -> None:
+        """Forget the units that wait, and let those that run end unheard."""
+        self._queue.clear()
+
+    def dispatch(self) -> None:
+        """Hand units to idle actors: each takes the largest, and among equals the one whose home it is."""
+        for slot in self._slots.values():
+            if slot.ref is None and (unit := self._pick(slot)) is not None:
+                self._queue.remove(unit)
+                slot.unit, slot.since = unit, self.clock()
+                slot.ref = self.backend.submit(slot.name, unit)
+                if unit.kind == "train":
+                    self._homes[unit.key] = slot.name
+                logger.info(
+                    "%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt
+                )
+
+    def _pick(self, slot: _Slot) -> Unit | None:
+        best = None
+        for unit in self._queue:
+            if unit.pinned and unit.home != slot.name:
+                continue
+            if best is None or (unit.cost, unit.home == slot.name) > (best.cost, best.home == slot.name):
+                best = unit
+        return best
+
+    def collect(self, ref: Ref) -> Done | None:
+        """Take what came back on a ready reference; None if no unit ended by it."""
+        slot = next(slot for slot in self._slots.values() if slot.ref == ref)
+        unit, slot.unit, slot.ref = slot.unit, None, None
+        now = self.clock()
+        if unit is None:
+            self._started(slot, ref)
+            return None
+        self.busy_seconds += now - slot.since
+        place = Place(slot.label, slot.pid, slot.node, unit.attempt)
+        try:
+            value = self.backend.result(ref)
+        except ActorLost as lost:
+            self._replace(slot, str(lost))
+            return self._again(unit, place, slot.since, lost)
+        except (InputLost, UnitFailed) as error:
+            return Done(unit, None, error, place, slot.since, now)
+        return Done(unit, value, None, place, slot.since, now)
+
+    def expire(self) -> list[Done]:
+        """End the units that ran over their time, replacing their actors, and give up on actors that do not start."""
+        now = self.clock()
+        expired = []
+        for slot in self._slots.values():
+            unit = slot.unit
+            if unit is not None and unit.timeout_s is not None and now - slot.since > unit.timeout_s:
+                place = Place(slot.label, slot.pid, slot.node, unit.attempt)
+                slot.unit, slot.ref = None, None
+                self.busy_seconds += now - slot.since
+                self._replace(slot, f"{unit.kind} ran over {unit.timeout_s:g} s")
+                error = TimeoutError(f"timed out after {unit.timeout_s:g} s")
+                expired.append(Done(unit, None, error, place, slot.since, now))
+            elif slot.ref is not None and unit is None and now - slot.since > self.start_timeout_s:
+                raise RunError(
+                    f"{self.role} actor {slot.label} did not start within {self.start_timeout_s:.0f} s: its resources may be held "
+                    "by another job (execution.resource_timeout_s)"
+                )
+        return expired
+
+    def places(self) -> list[Place]:
+        """The actors that answered, for logs and manifests."""
+        return [Place(slot.label, slot.pid, slot.node, 1) for slot in self._slots.values() if slot.pid]
+
+    def _start(self, slot: _Slot) -> None:
+        slot.generation += 1
+        slot.since, slot.unit, slot.pid = self.clock(), None, 0
+        slot.ref = self.backend.start(slot.name, slot.generation)
+
+    def _started(self, slot: _Slot, ref: Ref) -> None:
+        try:
+            slot.pid, slot.node = self.backend.result(ref)
+        except ActorLost as lost:
+            slot.failures += 1
+            if slot.failures > self.retries:
+                raise RunError(f"{self.role} actor {slot.name} died {slot.failures} times while starting: {lost}") from lost
+            self._replace(slot, str(lost))
+        else:
+            slot.failures = 0
+            logger.info("%s ready: pid %d on node %s", slot.label, slot.pid, slot.node[:8])
+
+    def _replace(self, slot: _Slot, why: str) -> None:
+        logger.warning("%s (pid %d) is replaced: %s", slot.label, slot.pid, why.splitlines()[0] if why else "died")
+        self.backend.kill(slot.name)
+        self._start(slot)
+
+    def _again(self, unit: Unit, place: Place, since: float, lost: ActorLost) -> Done | None:
+        if unit.attempt > self.retries:
+            return Done(unit, None, lost, place, since, self.clock())
+        self.retried += 1
+        # A pinned unit waits for its slot's new actor; any other goes to whoever is free first.
+        self._queue.append(replace(unit, attempt=unit.attempt + 1, home=unit.home if unit.pinned else None))
+        return None
+
+
+def run_until_done(
+    pools: Sequence[Pool], backend: Backend, handle: Callable[[Done], None], *, tick_s: float = 1.0
+) -> None:
+    """Run all pools until no unit waits or runs; `handle` gets each ended unit and may put new ones."""
+    while any(pool.unfinished for pool in pools):
+        for pool in pools:
+            pool.dispatch()
+        owners = {ref: pool for pool in pools for ref in pool.refs}
+        for ref in backend.wait(list(owners), tick_s):
+            done = owners[ref].collect(ref)
+            if done is not None:
+                handle(done)
+        for pool in pools:
+            for done in pool.expire():
+                handle(done)
+
+
+def wait_until_started(pools: Sequence[Pool], backend: Backend, *, tick_s: float = 1.0) -> None:
+    """Wait until every actor of every pool has answered."""
+    while any(pool.starting for pool in pools):
+        owners = {ref: pool for pool in pools for ref in pool.refs}
+        for ref in backend.wait(list(owners), tick_s):
+            owners[ref].collect(ref)
+        for pool in pools:
+            pool.expire()

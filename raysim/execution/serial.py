@@ -1,0 +1,86 @@
+"""The serial executor: the whole round in this process, one unit after the other.
+
+It is the reference that the Ray executor equals bit for bit, and the place to set a breakpoint: errors of a client are not
+wrapped but raised where they happen.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from raysim.algorithms.base import Coefficients
+from raysim.evaluation import Metrics, metrics_of
+from raysim.execution.base import Broadcast, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
+from raysim.execution.work import build_objective, evaluate_shard, probe_client, reference_at, sum_updates, train_client
+from raysim.state import Buffers, ServerState
+from raysim.weighting.base import Sums
+
+
+class SerialExecutor:
+    """Runs every unit in this process. Handles are the objects themselves."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._objective = build_objective(setup)
+
+    def run_cohort(
+        self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
+    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+        """Train and probe each client in turn."""
+        setup, objective = self._setup, self._objective
+        started = time.perf_counter()
+        reference = reference_at(setup, objective, broadcast) if setup.weighting.needs_probe else None
+        outcomes = []
+        train_seconds = 0.0
+        for item in items:
+            outcome = Outcome(item.client_id, item.position, started=datetime.now(UTC))
+            state = Packed(None, {}) if item.state is None else item.state
+            arrays, new_state, outcome.train = train_client(setup, objective, broadcast, item, state)
+            outcome.update, outcome.state = arrays, new_state if new_state.kind is not None else None
+            outcome.actor = Place("serial", os.getpid(), platform.node(), 1)
+            train_seconds += outcome.train.seconds
+            outcome.check_update()
+            observer.client_trained(item.client_id)
+            if outcome.status == "ok" and setup.weighting.needs_probe:
+                outcome.probe, outcome.score_seconds = probe_client(
+                    setup, objective, broadcast, arrays, client_id=item.client_id
+                )
+                outcome.queue_seconds, outcome.scorer = 0.0, outcome.actor
+                outcome.check_probe()
+                observer.client_scored(item.client_id)
+            outcome.finished = datetime.now(UTC)
+            outcomes.append(outcome)
+        return outcomes, reference, PoolUse(train_seconds, time.perf_counter() - started - train_seconds)
+
+    def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+        """float64 sums in the fixed groups."""
+        return sum_updates([o.position for o in outcomes], lambda i: outcomes[i].update, coefficients)
+
+    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
+        """Metrics on the test set, shard by shard."""
+        setup = self._setup
+        packed = Packed.of(server), Packed.of(buffers)
+        shards = [evaluate_shard(setup, self._objective, *packed, i) for i in range(len(setup.evaluation_shards))]
+        return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
+
+    def fetch(self, handle: Any) -> Any:
+        """The handle itself."""
+        return handle
+
+    def store(self, state: Packed) -> Any:
+        """The state itself."""
+        return state
+
+    def describe(self) -> dict[str, Any]:
+        """One process."""
+        return {"backend": "serial", "client_actors": 1, "scorer_actors": 1, "binding": "serial"}
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,226 @@
+"""The units of work as pure functions: what runs in an actor under Ray and in this process under `serial`.
+
+Nothing outlives a call but the setup and the buffers of a bound model, which every call overwrites before it reads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from raysim.algorithms.base import Coefficients
+from raysim.evaluation import ShardPredictions, predict_shard
+from raysim.execution.base import GROUP, Broadcast, Fault, Packed, Setup, TrainReport, WorkItem
+from raysim.models import build_model
+from raysim.objective import Batch, ModelObjective
+from raysim.seeding import Purpose, rng_for, torch_seeded_from
+from raysim.state import Arrays, Buffers, as_tensor, record_checksum, to_arrays
+from raysim.vector import VectorLayout, add_scaled, first_nonfinite
+from raysim.weighting.base import Probe, Sums
+
+BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
+
+
+def build_objective(setup: Setup, device: torch.device | str = "cpu") -> ModelObjective:
+    """The run's model, bound to flat vectors; its values are those of round 0."""
+    # Actors overwrite the values, so only the driver needs pretrained ones.
+    model = build_model(replace(setup.model, pretrained=False), setup.input_spec, rng_for(setup.seed, Purpose.INIT))
+    return ModelObjective(model, setup.validation, device=device)
+
+
+@contextmanager
+def torch_settings(setup: Setup, device: torch.device) -> Iterator[None]:
+    """Threads, gradient mode and determinism of a unit of work; put back afterwards.
+
+    All of them are set for every unit because a process may be shared (serial) or run units on several threads (actors).
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(setup.threads)
+    # Only where it matters: the switch imports torch's compiler, seconds of start-up in every actor.
+    strict = device.type == "cuda" and setup.deterministic and not torch.are_deterministic_algorithms_enabled()
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        if strict:
+            torch.use_deterministic_algorithms(False)
+
+
+def train_client(
+    setup: Setup, objective: ModelObjective, broadcast: Broadcast, item: WorkItem, state: Packed, *, attempt: int = 1
+) -> tuple[Arrays, Packed, TrainReport]:
+    """Local work of one client in one round.
+
+    Args:
+        setup: The run.
+        objective: The process's bound model; overwritten.
+        broadcast: Server state and buffers at the start of the round.
+        item: Which client.
+        state: The client's state, or no record before its first part.
+        attempt: For test faults only; a repeated unit draws the same numbers.
+
+    Returns:
+        The update's vectors with the model's buffers, the client's new state, and the report.
+    """
+    started = time.perf_counter()
+    strike(setup, "train", item.client_id, broadcast.round_num, attempt)
+    device = objective.device
+    with torch_settings(setup, device):
+        bound = objective.on(setup.train.take(setup.partition.of(item.client_id)))
+        server = broadcast.server.unpack(device)
+        bound.load(server.params, broadcast.buffers.unpack(device))
+        client = state.unpack(device) if state.kind is not None else setup.algorithm.init_client(server.params)
+        rng = rng_for(setup.seed, Purpose.LOCAL, round_num=broadcast.round_num, client_id=item.client_id)
+        with torch_seeded_from(rng, device), bound.training():
+            update, client = setup.algorithm.client_update(server, client, bound, setup.training, rng)
+    values = to_arrays(update)
+    arrays = {name: value for name, value in values.items() if value.ndim}
+    if any(fault.kind == "nan" for fault in _striking(setup, "train", item.client_id, broadcast.round_num, attempt)):
+        arrays["delta"] = np.full_like(arrays["delta"], np.nan)
+    arrays[BUFFER_FLOATS] = bound.buffers.floats.detach().cpu().numpy().copy()
+    arrays[BUFFER_INTS] = bound.buffers.ints.cpu().numpy().copy()
+    report = TrainReport(
+        scalars={name: value.item() for name, value in values.items() if not value.ndim},
+        nonfinite=_first_nonfinite_tensor(arrays, bound.layout),
+        state_checksum=None if client is None else record_checksum(client),
+        seconds=time.perf_counter() - started,
+    )
+    return arrays, Packed.of(client), report
+
+
+def probe_client(
+    setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, *, client_id: int, attempt: int = 1
+) -> tuple[Probe, float]:
+    """Score one client's model, `params + delta` with the client's own buffers, on the validation set.
+
+    Returns:
+        The probe and the seconds it took.
+    """
+    started = time.perf_counter()
+    strike(setup, "score", client_id, broadcast.round_num, attempt)
+    with torch_settings(setup, objective.device):
+        server = broadcast.server.unpack(objective.device)
+        params = server.params + as_tensor(arrays["delta"], objective.device)
+        buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
+        bound = objective.on(setup.validation)
+        bound.load(params, buffers)
+        with bound.scoring(setup.scoring.batch_norm):
+            sums = _validation_sums(setup, bound)
+        probe = setup.weighting.finish(sums, params, server.params, bound.layout)
+    return probe, time.perf_counter() - started
+
+
+def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
+    """What the weighting needs of the global model on the validation set."""
+    with torch_settings(setup, objective.device):
+        bound = objective.on(setup.validation)
+        bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
+        with bound.scoring(setup.scoring.batch_norm):
+            return setup.weighting.reference(bound, [_batches(bound, shard) for shard in setup.scoring_shards])
+
+
+def evaluate_shard(
+    setup: Setup, objective: ModelObjective, server: Packed, buffers: Packed, shard: int
+) -> ShardPredictions:
+    """Predictions of the global model on one shard of the test set, in evaluation mode."""
+    with torch_settings(setup, objective.device):
+        bound = objective.on(setup.test)
+        bound.load(server.unpack(objective.device).params, buffers.unpack(objective.device))
+        return predict_shard(bound, setup.evaluation_shards[shard], setup.evaluation_batch_size)
+
+
+def sum_updates(
+    positions: Sequence[int], load: Callable[[int], Arrays], coefficients: Mapping[str, Coefficients]
+) -> dict[str, np.ndarray]:
+    """Linear combinations of update fields over a cohort, in float64.
+
+    Updates are added in order inside fixed groups of 16 positions of the sampled cohort, then the groups in order. The grouping
+    is part of the numerics: it lets groups be summed where the data lies without changing a bit.
+
+    Args:
+        positions: Each update's place in the sampled cohort, ascending.
+        load: Gives the vectors of the i-th update; one update is in memory at a time.
+        coefficients: Update field -> factors over the updates.
+    """
+    totals: dict[str, np.ndarray] = {}
+    group: dict[str, np.ndarray] = {}
+
+    def close_group() -> None:
+        for name, partial in group.items():
+            if name in totals:
+                totals[name] += partial
+            else:
+                totals[name] = partial
+        group.clear()
+
+    for i, position in enumerate(positions):
+        if i and position // GROUP != positions[i - 1] // GROUP:
+            close_group()
+        arrays = load(i)
+        for name, factors in coefficients.items():
+            vector = arrays[name]
+            total = group.setdefault(name, np.zeros(vector.shape, dtype=np.float64))
+            if factors.values.ndim == 1:
+                add_scaled(total, vector, factors.values[i])
+                continue
+            for unit, factor in zip(factors.units, factors.values[i], strict=True):
+                for part in unit.slices:
+                    add_scaled(total[part], vector[part], factor)
+    close_group()
+    return totals
+
+
+def strike(setup: Setup, stage: str, client_id: int, round_num: int, attempt: int) -> None:
+    """Let the test faults that apply happen."""
+    for fault in _striking(setup, stage, client_id, round_num, attempt):
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "raise":
+            raise RuntimeError(f"fault asked for: client {client_id}, round {round_num}, {stage}")
+        elif fault.kind == "sleep":
+            time.sleep(fault.seconds)
+
+
+def _striking(setup: Setup, stage: str, client_id: int, round_num: int, attempt: int) -> list[Fault]:
+    return [
+        fault
+        for fault in setup.faults
+        if fault.stage == stage
+        and fault.client in (None, client_id)
+        and fault.round_num in (None, round_num)
+        and fault.attempt in (None, attempt)
+    ]
+
+
+def _validation_sums(setup: Setup, bound: ModelObjective) -> Sums:
+    """The weighting's sums over the validation set, shard by shard, added in shard order."""
+    shards = (setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
+    total = dict(next(shards))
+    for sums in shards:
+        total = {name: total[name] + value for name, value in sums.items()}
+    return total
+
+
+def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:
+    return (bound.take(indices) for indices in shard)
+
+
+def _first_nonfinite_tensor(arrays: Arrays, layout: VectorLayout) -> str | None:
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.floating) and (index := first_nonfinite(array)) is not None:
+            return layout.tensor_at(index) if array.shape == (layout.size,) else name
+    return None
+

@@ -1,0 +1,184 @@
+"""From a configuration to everything a run needs, checked: data, partition, model, setup. Trains nothing, starts no process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysim.config import RunConfig
+from raysim.data import load_dataset
+from raysim.data.arrays import Dataset, ImageSet
+from raysim.data.partition import Partition, make_partition
+from raysim.data.resizing import resize
+from raysim.data.validation import split_validation, stratified_batches
+from raysim.errors import ConfigError
+from raysim.evaluation import evaluation_shards
+from raysim.execution.base import Fault, Setup
+from raysim.execution.ray_plan import Demand
+from raysim.models import build_model, choose_size
+from raysim.models.base import InputSpec
+from raysim.objective import ModelObjective
+from raysim.seeding import Purpose, rng_for
+from raysim.state import Buffers, Population, RoundState
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start.
+
+    Attributes:
+        config: What was asked for.
+        setup: What every process holds.
+        population: All clients.
+        initial: The state before round 1.
+        class_counts: [N, K], examples of each class at each client.
+        class_names: Names of the classes.
+        origin: Where the data came from.
+        notes: What a user should know before the run begins.
+    """
+
+    config: RunConfig
+    setup: Setup
+    population: Population
+    initial: RoundState
+    class_counts: np.ndarray
+    class_names: tuple[str, ...]
+    origin: str
+    notes: tuple[str, ...]
+
+    @property
+    def demand(self) -> Demand:
+        """Expected work, for the resource plan."""
+        setup = self.setup
+        trained = setup.training.local_epochs * float(np.mean(setup.partition.sizes))
+        return Demand(
+            cohort=self.config.cohort_size,
+            clients=self.population.num_clients,
+            scoring_ratio=len(setup.validation) / max(trained, 1.0) if setup.weighting.needs_probe else 0.0,
+            model_bytes=4 * self.population.layout.size,
+        )
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a run: training images, validation set, test set and partition, resized to the model's size."""
+
+    dataset: Dataset
+    validation: ImageSet
+    partition: Partition
+    notes: tuple[str, ...]
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        """[N, K], examples of each class at each client."""
+        return self.partition.class_counts(self.dataset.train.labels, self.dataset.num_classes)
+
+
+def prepare_data(config: RunConfig) -> PreparedData:
+    """Read the images, take the validation set out and deal the rest out to the clients.
+
+    Raises:
+        ConfigError: Files, labels, sizes or the partition do not work out.
+    """
+    dataset = load_dataset(config.data)
+    height, width = dataset.train.images.shape[2:]
+    size = choose_size(config.model, max(height, width), config.data.image_size)
+    notes = list(dataset.notes)
+    if (height, width) != (size, size):
+        dataset = resize(dataset, size)
+        notes.append(f"images resized from {height} x {width} to {size} x {size} for {config.model.name}")
+    validation, available = split_validation(dataset, config.data.validation, config.seed)
+    partition = make_partition(config.partition, dataset.train.labels, available, config.seed)
+    if not np.isin(partition.indices, available).all():
+        raise ConfigError("partition: a client holds an example of the validation set")
+    empty = int((partition.sizes == 0).sum())
+    if empty:
+        notes.append(f"{empty} of {partition.num_clients} clients have no example; they are skipped when sampled")
+    if partition.repaired:
+        notes.append(
+            f"partition: no draw out of {partition.tries} gave every client {config.partition.min_examples} examples; "
+            f"{partition.repaired} examples were moved to the smallest clients"
+        )
+    missing = [dataset.class_names[k] for k in np.setdiff1d(np.arange(dataset.num_classes), validation.labels)]
+    if missing:
+        notes.append(f"the validation set has no example of: {', '.join(missing)}")
+    return PreparedData(dataset, validation, partition, tuple(notes))
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check everything that can be checked before processes start.
+
+    Raises:
+        ConfigError: What does not work, and which key to change.
+    """
+    data = prepare_data(config)
+    dataset = data.dataset
+    channels, height, width = dataset.train.images.shape[1:]
+    spec = InputSpec(channels, height, width, dataset.num_classes)
+    model = build_model(config.model, spec, rng_for(config.seed, Purpose.INIT))
+    objective = ModelObjective(model, data.validation)
+    notes = [*data.notes, *_check_training(config, objective)]
+    assert config.weighting is not None
+    setup = Setup(
+        seed=config.seed,
+        algorithm=config.algorithm,
+        weighting=config.weighting,
+        training=config.client,
+        scoring=config.scoring,
+        model=config.model,
+        input_spec=spec,
+        train=dataset.train,
+        validation=data.validation,
+        test=dataset.test,
+        partition=data.partition,
+        scoring_shards=_scoring_shards(config, data.validation),
+        evaluation_shards=tuple(evaluation_shards(len(dataset.test), config.evaluation.batch_size)),
+        evaluation_batch_size=config.evaluation.batch_size,
+        threads=config.execution.threads,
+        deterministic=config.deterministic,
+        faults=Fault.from_environment(),
+    )
+    population = Population(tuple(data.partition.sizes.tolist()), objective.layout)
+    server = config.algorithm.init_server(objective.params.clone(), population)
+    buffers = Buffers(objective.buffers.floats.clone(), objective.buffers.ints.clone())
+    return Prepared(
+        config=config,
+        setup=setup,
+        population=population,
+        initial=RoundState(0, server, buffers),
+        class_counts=data.class_counts,
+        class_names=dataset.class_names,
+        origin=dataset.origin,
+        notes=tuple(notes),
+    )
+
+
+def _check_training(config: RunConfig, objective: ModelObjective) -> list[str]:
+    notes = []
+    client = config.client
+    if objective.has_batch_norm and client.batch_size == 1:
+        raise ConfigError(
+            f"client.batch_size: 1, but {config.model.name} has BatchNorm, which needs at least 2 examples per batch"
+        )
+    if client.per_round is None and client.fraction is not None and config.partition.clients * client.fraction < 1:
+        notes.append(
+            f"client.fraction: {client.fraction:g} of {config.partition.clients} clients is less than one; 1 is sampled"
+        )
+    return notes
+
+
+def _scoring_shards(config: RunConfig, validation: ImageSet) -> tuple[tuple[np.ndarray, ...], ...]:
+    """The validation set's batches, dealt out to shards of whole, neighbouring batches."""
+    rng = rng_for(config.seed, Purpose.SCORING)
+    batches = stratified_batches(validation.labels, config.scoring.batch_size, rng)
+    count = config.scoring.shards
+    if count > len(batches):
+        raise ConfigError(
+            f"scoring.shards: {count}, but the validation set of {len(validation)} images has only {len(batches)} batches of "
+            f"{config.scoring.batch_size} (scoring.batch_size)"
+        )
+    size = math.ceil(len(batches) / count)
+    cuts = [batches[start : start + size] for start in range(0, len(batches), size)]
+    return tuple(tuple(batch) for batch in (cuts + [[]] * (count - len(cuts))) if batch)
