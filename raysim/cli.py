@@ -83,8 +83,8 @@ def check(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -
         setup, sizes = prepared.setup, prepared.setup.partition.sizes
         typer.echo(_headline(config))
         typer.echo(
-            f"data: {config.data.name}, {len(setup.train)} training, {len(setup.validation)} validation and {len(setup.test)} test "
-            f"images of {' x '.join(map(str, setup.train.images.shape[1:]))}, {len(prepared.class_names)} classes"
+            f"data: {config.data.name}, {len(setup.train)} training, {len(setup.validation)} validation and "
+            f"{len(setup.test)} test images of {' x '.join(map(str, setup.train.images.shape[1:]))}, {len(prepared.class_names)} classes"
         )
         typer.echo(
             f"partition: {config.partition.scheme}, {len(sizes)} clients with {sizes.min()} to {sizes.max()} examples, hash "
@@ -115,7 +115,7 @@ def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
 
         from raysim.config import load_config
         from raysim.preparation import prepare_data
-        from raysim.recording.figures import draw_partition, partition_table
+        from raysim.recording.figures import draw_partition
 
         config = load_config(file, overrides or [])
         data = prepare_data(config)
@@ -125,7 +125,7 @@ def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
         draw_partition(data.class_counts, data.dataset.class_names, path.with_suffix(".png"))
         for note in data.notes:
             typer.echo(f"note: {note}")
-        Console().print(partition_table(data.class_counts, data.dataset.class_names))
+        Console().print(_partition_table(data.class_counts))
         typer.echo(f"hash {data.partition.content_hash}")
         typer.echo(f"wrote {path} and {path.with_suffix('.png').name}")
 
@@ -165,7 +165,9 @@ def _explained(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        typer.echo(f"raysim: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", err=True)
+        typer.echo(
+            f"raysim: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", err=True
+        )
         raise typer.Exit(3) from None
 
 
@@ -179,8 +181,8 @@ def _on_sigterm() -> None:
 def _headline(config: RunConfig) -> str:
     assert config.weighting is not None
     return (
-        f"{config.name}: {config.algorithm.name} with {config.weighting.name} weights, {config.model.name} on {config.data.name}, "
-        f"{config.partition.clients} clients, {config.cohort_size} per round, {config.rounds} rounds -> {config.folder}"
+        f"{config.name}: {config.algorithm.name} with {config.weighting.name} weights, {config.model.name} on "
+        f"{config.data.name}, {config.partition.clients} clients, {config.cohort_size} per round, {config.rounds} rounds -> {config.folder}"
     )
 
 
@@ -201,9 +203,31 @@ def _plan_lines(config: RunConfig, prepared: Any) -> list[str]:
         connection.close()
 
 
+def _partition_table(class_counts: Any) -> Any:
+    """Statistics of a partition [N, K]: how unequal the clients are in size and in labels."""
+    import numpy as np
+    from rich.table import Table
+
+    sizes = class_counts.sum(axis=1)
+    shares = class_counts / np.maximum(sizes, 1)[:, None]
+    entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+    table = Table(title=f"{len(sizes)} clients, {sizes.sum()} examples, {class_counts.shape[1]} classes")
+    for heading in ("per client", "min", "median", "mean", "max"):
+        table.add_column(heading, justify="left" if heading == "per client" else "right")
+    for name, values, digits in (
+        ("examples", sizes, 0),
+        ("classes", (class_counts > 0).sum(axis=1), 0),
+        ("share of the largest class", shares.max(axis=1), 2),
+        ("label entropy (nats)", entropy, 2),
+    ):
+        numbers = (values.min(), np.median(values), values.mean(), values.max())
+        table.add_row(name, *(f"{number:.{digits if i != 2 else max(digits, 1)}f}" for i, number in enumerate(numbers)))
+    return table
+
+
 def _print_summary(record: RunRecord) -> None:
     from rich.console import Console
 
     from raysim.recording.progress import summary_table
 
-    Console().print(summary_table(record.round_records, record.folder))
+    Console().print(summary_table(record.round_records, folder=record.folder))

@@ -1,7 +1,7 @@
 """A run, fully stated: from a YAML 1.2 file and `key.path=value` overrides to a checked `RunConfig`.
 
-Everything wrong is listed at once, each with file, line, key path, what was given and what is accepted. Numbers follow YAML 1.2:
-`1e-3` is a number, `010` is ten, `no` is text, and a key given twice is an error.
+Everything wrong is listed at once, each with file, line, key path, what was given and what is accepted. Numbers follow YAML
+1.2: `1e-3` is a number, `010` is ten, `no` is text, and a key given twice is an error.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class RunConfig(Section):
     def as_yaml(self) -> str:
         """The resolved configuration as YAML."""
         stream = io.StringIO()
-        yaml = YAML(typ="safe", pure=True)
+        yaml: Any = YAML(typ="safe", pure=True)
         yaml.default_flow_style = False
         yaml.allow_unicode = True
         yaml.sort_base_mapping_type_on_output = False
@@ -208,7 +208,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     try:
         tree = YAML(typ="rt", pure=True).load(text)
     except DuplicateKeyError as error:
-        raise ConfigError(f"{_at(path, error.problem_mark)}: {_first_line(error.problem)} (a key may be given once)") from None
+        raise ConfigError(
+            f"{_at(path, error.problem_mark)}: {_first_line(error.problem)} (a key may be given once)"
+        ) from None
     except MarkedYAMLError as error:
         hint = " (YAML indents with spaces, not tabs)" if "\t" in text else ""
         raise ConfigError(f"{_at(path, error.problem_mark)}: not YAML: {_first_line(error.problem)}{hint}") from None
@@ -256,7 +258,7 @@ def _override(values: dict[str, Any], places: dict[KeyPath, str], overrides: Seq
 def _explain(
     error: ValidationError, values: Mapping[str, Any], places: Mapping[KeyPath, str], source: str
 ) -> list[str]:
-    """pydantic's findings in the words of a user, one per key."""
+    """Pydantic's findings in the words of a user, one per key."""
     found: dict[KeyPath, list[str]] = {}
     shown: dict[KeyPath, str] = {}
     for item in error.errors():
@@ -340,8 +342,8 @@ def _absolute(config: RunConfig, source: str) -> RunConfig:
             return Path(os.environ[variable]).absolute()
         if in_job and used:
             problems.append(
-                f"{source}: {key}: {path} is relative, but a submitted job runs in a copy of the folder that Ray deletes; give an "
-                f"absolute path or set {variable}"
+                f"{source}: {key}: {path} is relative, but a submitted job runs in a copy of the folder that Ray deletes; "
+                f"give an absolute path or set {variable}"
             )
         return path.absolute()
 
@@ -369,7 +371,7 @@ def _file(path: Path, root: Path, settle: Any) -> Path:
 
 
 def _plain(node: Any) -> Any:
-    """ruamel's tree as plain Python values."""
+    """Ruamel's tree as plain Python values."""
     if isinstance(node, CommentedMap):
         return {str(key): _plain(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):

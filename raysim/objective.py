@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -33,7 +34,8 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
-class BatchSums(NamedTuple):
+@dataclass(frozen=True)
+class BatchSums:
     """Sums over the examples of a batch: losses, correct predictions, examples."""
 
     loss: float

@@ -201,7 +201,7 @@ def _stratified_quotas(sizes: np.ndarray, total: int) -> np.ndarray:
     """How many examples each class gives: next to its share of `total`, within 1..size-1 where that can be had."""
     shares = sizes * (total / max(sizes.sum(), 1))
     several = sizes >= 2
-    quotas: np.ndarray = np.clip(np.floor(shares), several, np.where(several, sizes - 1, 0)).astype(np.int64)
+    quotas: np.ndarray = np.maximum(np.floor(shares), several).astype(np.int64)
     while (missing := total - quotas.sum()) != 0:
         if missing > 0:
             free = quotas < np.where(several, sizes - 1, 0)

@@ -11,7 +11,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -44,25 +44,31 @@ def _load(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         state = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"data.path: {path} {state}; expected an npz file{_source_of(path)}")
     try:
-        # Objects are pickles, which can run any code: allow_pickle stays off.
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with archive:
-            keys = set(archive.files)
-            wanted = ["train", "test", *(["val"] if keys & {"val_images", "val_labels"} else [])]
-            names = [f"{prefix}_{kind}" for prefix in wanted for kind in ("images", "labels")]
-            if absent := [name for name in names if name not in keys]:
-                raise ConfigError(
-                    f"data.path: {path} lacks {', '.join(absent)}; it has {', '.join(sorted(keys)) or 'no arrays'}; "
-                    "expected train_images, train_labels, test_images, test_labels, optionally val_images, val_labels"
-                )
-            return {prefix: (archive[f"{prefix}_images"], archive[f"{prefix}_labels"]) for prefix in wanted}
+        # The file is opened here because np.load leaves a damaged one open.
+        with path.open("rb") as file:
+            return _read_parts(file, path)
     except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(
             f"data.path: {path} ({path.stat().st_size} bytes) cannot be read as an npz file of plain arrays ({error}); "
             f"if it is damaged or not complete, fetch it again{_source_of(path)}"
         ) from error
+
+
+def _read_parts(file: BinaryIO, path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    # Objects are pickles, which can run any code: allow_pickle stays off.
+    archive = np.load(file, allow_pickle=False)
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError("it holds a single array")
+    with archive:
+        keys = set(archive.files)
+        wanted = ["train", "test", *(["val"] if keys & {"val_images", "val_labels"} else [])]
+        names = [f"{prefix}_{kind}" for prefix in wanted for kind in ("images", "labels")]
+        if absent := [name for name in names if name not in keys]:
+            raise ConfigError(
+                f"data.path: {path} lacks {', '.join(absent)}; it has {', '.join(sorted(keys)) or 'no arrays'}; "
+                "expected train_images, train_labels, test_images, test_labels and optionally val_images, val_labels"
+            )
+        return {prefix: (archive[f"{prefix}_images"], archive[f"{prefix}_labels"]) for prefix in wanted}
 
 
 def _image_set(prefix: str, images: np.ndarray, labels: np.ndarray, path: Path) -> ImageSet:

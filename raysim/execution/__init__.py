@@ -1,0 +1,1 @@
+"""Running the work of a round: in this process, or in actors on Ray."""

@@ -137,9 +137,11 @@ class Fault:
         for text in filter(None, os.environ.get("RAYSIM_FAULT", "").split(";")):
             try:
                 given = dict(part.strip().split("=") for part in text.split(","))
-                given["round_num"] = given.pop("round", None)  # type: ignore[assignment]
-                numbers = {key: int(given[key]) for key in ("client", "round_num", "attempt") if given.get(key)}
-                fault = cls(given["kind"], stage=given.get("stage", "train"), seconds=float(given.get("seconds", 0)), **numbers)
+                client, round_num, attempt = (
+                    int(given[key]) if key in given else None for key in ("client", "round", "attempt")
+                )
+                stage, seconds = given.get("stage", "train"), float(given.get("seconds", 0))
+                fault = cls(given["kind"], client, round_num, stage, attempt, seconds)
                 if fault.kind not in ("kill", "raise", "sleep", "nan") or fault.stage not in ("train", "score"):
                     raise ValueError
             except (ValueError, KeyError):

@@ -32,7 +32,7 @@ class WorkActor:
         """Process id and node id; answers once the model is built."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
-    @ray.method(num_returns=3)
+    @ray.method(num_returns=3)  # type: ignore[untyped-decorator]
     def train(
         self, item: WorkItem, attempt: int, broadcast: Broadcast, state: Packed
     ) -> tuple[Arrays, Packed, TrainReport]:
@@ -41,9 +41,7 @@ class WorkActor:
 
     def score(self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays) -> tuple[Probe, float]:
         """Probe one client's model."""
-        return probe_client(
-            self._setup, self._objective, broadcast, arrays, client_id=client_id, attempt=attempt
-        )
+        return probe_client(self._setup, self._objective, broadcast, arrays, client_id=client_id, attempt=attempt)
 
     def reference(self, broadcast: Broadcast) -> Sums | None:
         """What the weighting needs of the global model."""

@@ -65,7 +65,9 @@ def connect(settings: ExecutionSettings) -> Connection:
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
         key = "execution.address" if settings.address else "RAY_ADDRESS" if address else "execution"
-        raise ConfigError(f"{key}: cannot {'reach' if address else 'start'} Ray{f' at {address}' if address else ''}: {error}") from error
+        raise ConfigError(
+            f"{key}: cannot {'reach' if address else 'start'} Ray{f' at {address}' if address else ''}: {error}"
+        ) from error
     finally:
         if main_thread:
             signal.signal(signal.SIGTERM, handler)
@@ -102,8 +104,8 @@ def wait_for_resources(plan: Plan, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             free = ray.available_resources()
             raise ConfigError(
-                f"execution: {', '.join(f'{needed[k]:g} {k} needed, {free.get(k, 0):g} free' for k in short)} on the cluster after "
-                f"{timeout_s:g} s: other jobs hold the rest; ask for fewer actors, or raise execution.resource_timeout_s"
+                f"execution: {', '.join(f'{needed[k]:g} {k} needed, {free.get(k, 0):g} free' for k in short)} "
+                f"on the cluster after {timeout_s:g} s: other jobs hold the rest; ask for fewer actors, or raise execution.resource_timeout_s"
             )
         if not told:
             logger.warning("waiting up to %g s for %s that other jobs hold", timeout_s, " and ".join(short))

@@ -78,8 +78,10 @@ class RayBackend:
                 )
         else:
             options |= {"num_cpus": plan.client_cpus, "num_gpus": _ray_gpus(plan.client_gpus)}
-        self._actors[slot] = WorkActor.options(**options).remote(self._setup_ref, slot)
-        return self._actors[slot].hello.remote()
+        actor_class: Any = WorkActor
+        self._actors[slot] = actor_class.options(**options).remote(self._setup_ref, slot)
+        ref: Ref = self._actors[slot].hello.remote()
+        return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:
         """Run a unit; of a training unit only the report is waited for."""
@@ -88,10 +90,12 @@ class RayBackend:
             item, broadcast, state = unit.payload
             arrays, new_state, report = actor.train.remote(item, unit.attempt, broadcast, state)
             self._vectors[report] = (arrays, new_state)
-            return report
-        if unit.kind == "score":
-            return actor.score.remote(unit.key, unit.attempt, *unit.payload)
-        return getattr(actor, unit.kind).remote(*unit.payload)
+            ref: Ref = report
+        elif unit.kind == "score":
+            ref = actor.score.remote(unit.key, unit.attempt, *unit.payload)
+        else:
+            ref = getattr(actor, unit.kind).remote(*unit.payload)
+        return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
         """All that are ready, after at least one is or the time is over; nothing is fetched to the driver."""
@@ -256,9 +260,7 @@ class _CohortRun:
         self._reference: Sums | None = None
         self._last_trained = time.monotonic()
 
-    def run(
-        self, items: Sequence[WorkItem], backend: RayBackend
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    def run(self, items: Sequence[WorkItem], backend: RayBackend) -> tuple[list[Outcome], Sums | None, PoolUse]:
         """Run all items to their end."""
         pools = (self._clients, self._scorers)
         started = time.monotonic()
@@ -328,9 +330,7 @@ class _CohortRun:
         self._observer.client_trained(outcome.client_id)
         if outcome.status == "ok" and self._setup.weighting.needs_probe:
             self._ready[outcome.client_id] = time.monotonic()
-            self._scorers.put(
-                Unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
-            )
+            self._scorers.put(Unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update)))
 
     def _scored(self, outcome: Outcome, done: Done) -> None:
         outcome.scorer = done.place

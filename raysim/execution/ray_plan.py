@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,13 +30,13 @@ class Node:
 
 def local_nodes(settings: ExecutionSettings) -> list[Node]:
     """This machine as the one node of a Ray that raysim would start itself."""
-    import psutil
     import torch
 
-    cpus = settings.num_cpus if settings.num_cpus is not None else len(psutil.Process().cpu_affinity())
+    cpus = settings.num_cpus if settings.num_cpus is not None else os.cpu_count() or 1
     gpus = settings.num_gpus if settings.num_gpus is not None else torch.cuda.device_count()
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # Ray keeps 30 % of the free memory for its object store.
-    return [Node("this machine", float(cpus), float(gpus), 0.7 * psutil.virtual_memory().available)]
+    return [Node("this machine", float(cpus), float(gpus), 0.7 * free)]
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Plan:
 def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand) -> Plan:
     """Sizes of both pools for a cluster.
 
-    On CPUs, `auto` fills the reservable CPUs with actors, never with fewer scorers than cores while scoring is the larger part of
-    the work; otherwise the split follows the work. On GPUs, `num_gpus: auto` is an equal 1/k for all actors.
+    On CPUs, `auto` fills the reservable CPUs with actors, never with fewer scorers than cores while scoring is the larger
+    part of the work; otherwise the split follows the work. On GPUs, `num_gpus: auto` is an equal 1/k for all actors.
 
     Raises:
         ConfigError: The resources asked for do not exist; says what was asked, what exists and which key to change.
@@ -148,16 +149,14 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
         key = "per_client" if per_client else limit
         raise ConfigError(
             f"execution.client_actors: {key} needs {limit} client actors of {client} and {memory * limit / 2**30:.1f} GiB, but "
-            f"beside {scorers} scorers only {placed} fit on {_offer(nodes)} ({free.binding}-bound); use auto, a smaller number, or "
-            "a smaller execution.client.num_cpus"
+            f"beside {scorers} scorers only {placed} fit on {_offer(nodes)} ({free.binding}-bound); use auto, a smaller "
+            "number, or a smaller execution.client.num_cpus"
         )
     if placed == limit:
         binding = "as configured" if clients_given is not None else "one per client" if per_client else "cohort-bound"
     else:
         binding = f"{free.binding}-bound"
-    return Plan(
-        placed, scorers, client.gpus, scorer.gpus, client.cpus, scorer.cpus, binding, per_client, tuple(nodes)
-    )
+    return Plan(placed, scorers, client.gpus, scorer.gpus, client.cpus, scorer.cpus, binding, per_client, tuple(nodes))
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,7 @@ class Pool:
                 slot.ref = self.backend.submit(slot.name, unit)
                 if unit.kind == "train":
                     self._homes[unit.key] = slot.name
-                logger.info(
-                    "%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt
-                )
+                logger.info("%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt)
 
     def _pick(self, slot: _Slot) -> Unit | None:
         best = None
@@ -219,8 +217,8 @@ class Pool:
                 expired.append(Done(unit, None, error, place, slot.since, now))
             elif slot.ref is not None and unit is None and now - slot.since > self.start_timeout_s:
                 raise RunError(
-                    f"{self.role} actor {slot.label} did not start within {self.start_timeout_s:.0f} s: its resources may be held "
-                    "by another job (execution.resource_timeout_s)"
+                    f"{self.role} actor {slot.label} did not start within {self.start_timeout_s:.0f} s: its resources "
+                    "may be held by another job (execution.resource_timeout_s)"
                 )
         return expired
 
@@ -239,7 +237,9 @@ class Pool:
         except ActorLost as lost:
             slot.failures += 1
             if slot.failures > self.retries:
-                raise RunError(f"{self.role} actor {slot.name} died {slot.failures} times while starting: {lost}") from lost
+                raise RunError(
+                    f"{self.role} actor {slot.name} died {slot.failures} times while starting: {lost}"
+                ) from lost
             self._replace(slot, str(lost))
         else:
             slot.failures = 0

@@ -223,4 +223,3 @@ def _first_nonfinite_tensor(arrays: Arrays, layout: VectorLayout) -> str | None:
         if np.issubdtype(array.dtype, np.floating) and (index := first_nonfinite(array)) is not None:
             return layout.tensor_at(index) if array.shape == (layout.size,) else name
     return None
-

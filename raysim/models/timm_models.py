@@ -37,7 +37,8 @@ def timm_architecture(name: str) -> Architecture:
         side = config.input_size[-1]
         sizes = Sizes(smallest=side, largest=side, default=side)
     else:
-        least = max(_SMALLEST_SIDE, *(config.min_input_size or ())[1:]) if config is not None else _SMALLEST_SIDE
+        stated = (config.min_input_size if config is not None else None) or ()
+        least = max(_SMALLEST_SIDE, *stated[1:], 0)
         sizes = Sizes(smallest=least, default=least)
     return Architecture(partial(_build, name), sizes, partial(_build_pretrained, name))
 

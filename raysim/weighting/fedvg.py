@@ -59,9 +59,9 @@ class FedVG(Weighting):
         sums = [objective.add_gradient(batch) for batch in shard]
         return {
             "gradient": objective.grad.cpu().numpy().astype(np.float64),
-            "loss": np.float64(sum(s.loss for s in sums)),
-            "correct": np.int64(sum(s.correct for s in sums)),
-            "count": np.int64(sum(s.count for s in sums)),
+            "loss": np.array(sum(s.loss for s in sums), dtype=np.float64),
+            "correct": np.array(sum(s.correct for s in sums)),
+            "count": np.array(sum(s.count for s in sums)),
         }
 
     def finish(self, sums: Sums, params: Vector, global_params: Vector, layout: VectorLayout) -> Probe:
@@ -79,7 +79,9 @@ class FedVG(Weighting):
         notes = []
         if len(reports) > 1 and client.max() > DOMINANT:
             top = reports[int(client.argmax())].client_id
-            notes.append(f"client {top} takes {client.max():.4f} of the weight: its validation gradient almost vanishes")
+            notes.append(
+                f"client {top} takes {client.max():.4f} of the weight: its validation gradient almost vanishes"
+            )
         if self.granularity == "model":
             return Weights(client, notes=tuple(notes))
         unit = self._inverse(norms_CU)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from raysim.errors import ConfigError
 SIZES = {"train": 30, "val": 12, "test": 20}
 
 
-def arrays(shape=(28, 28), num_classes=3, dtype="uint8", parts=("train", "val", "test")) -> dict[str, np.ndarray]:
+def arrays(shape=(28, 28), num_classes=3, dtype="uint8", parts=("train", "val", "test")) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     result = {}
     for part in parts:
@@ -19,7 +21,7 @@ def arrays(shape=(28, 28), num_classes=3, dtype="uint8", parts=("train", "val", 
 
 @pytest.fixture
 def load(tmp_path):
-    def write_and_load(content: dict[str, np.ndarray], name: str = "organ.npz"):
+    def write_and_load(content: dict[str, Any], name: str = "organ.npz"):
         path = tmp_path / name
         np.savez(path, **content)
         return load_dataset(DataSettings(name="npz", path=path))

@@ -1,0 +1,269 @@
+"""What a run writes into its folder, and when: everything once at the start, then round by round, then the result.
+
+The round's commit is its checkpoint; rows and events follow it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from raysim.errors import RunError
+from raysim.evaluation import Metrics
+from raysim.execution.base import Executor, Outcome, PoolUse
+from raysim.preparation import Prepared
+from raysim.recording.checkpoint import ClientFile, write_checkpoint, write_client_state
+from raysim.recording.manifest import build_manifest, write_json
+from raysim.recording.records import ClientRecord, RoundRecord
+from raysim.recording.tables import TableWriter
+from raysim.recording.tensorboard import TensorBoardWriter
+from raysim.state import RoundState, record_checksum, to_arrays
+from raysim.vector import checksum
+from raysim.weighting.base import Weights
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A round that was computed and not yet committed."""
+
+    state: RoundState
+    outcomes: Sequence[Outcome]
+    weights: Weights | None
+    use: PoolUse
+    aggregate_s: float
+
+
+class Recorder:
+    """Writes a run's folder: tables, events, checkpoints, manifest, result. The round's commit is its checkpoint."""
+
+    def __init__(
+        self, prepared: Prepared, executor: Executor, started: datetime, command: Sequence[str] | None
+    ) -> None:
+        config = prepared.config
+        self._prepared, self._executor, self._config, self.folder = prepared, executor, config, config.folder
+        self._records: list[RoundRecord] = []
+        self._initial: RoundRecord | None = None
+        self._files: dict[int, ClientFile] = {}
+        (self.folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
+        setup = prepared.setup
+        setup.partition.write(self.folder / "partition.parquet")
+        manifest = build_manifest(
+            command=command,
+            started=started,
+            seed=config.seed,
+            threads=setup.threads,
+            plan=executor.describe(),
+            data={
+                "name": config.data.name,
+                "origin": prepared.origin,
+                "hash": checksum(setup.train.images, setup.train.labels, setup.test.images, setup.test.labels),
+                "class_names": list(prepared.class_names),
+                "train": len(setup.train),
+                "validation": len(setup.validation),
+                "test": len(setup.test),
+                "image_shape": list(setup.train.images.shape[1:]),
+            },
+            partition={
+                "hash": setup.partition.content_hash,
+                "clients": setup.partition.num_clients,
+                "tries": setup.partition.tries,
+                "repaired": setup.partition.repaired,
+            },
+            model={"name": config.model.name, "parameters": prepared.population.layout.size},
+            cohort_size=config.cohort_size,
+            scoring_ratio=prepared.demand.scoring_ratio,
+            notes=list(prepared.notes),
+        )
+        write_json(self.folder / "manifest.json", manifest)
+        self._tables = TableWriter(self.folder)
+        self._board: TensorBoardWriter | None = None
+        if config.output.tensorboard:
+            self._board = TensorBoardWriter(
+                self.folder,
+                class_names=prepared.class_names,
+                unit_names=prepared.population.layout.names,
+                num_clients=prepared.population.num_clients,
+            )
+            self._board.write_config(config.as_yaml())
+
+    def now(self) -> tuple[datetime, float]:
+        """This moment, for people and for differences."""
+        return datetime.now(UTC), time.perf_counter()
+
+    def initial(self, state: RoundState, metrics: Metrics) -> None:
+        """Record the evaluation of the initial model."""
+        now = datetime.now(UTC)
+        record = RoundRecord(
+            round_num=0, started=now, finished=now, round_s=0.0, **_checksums(state, ()), **_metrics(metrics)
+        )
+        self._initial = record
+        if self._board is not None:
+            self._board.write_round(record, ())
+
+    def commit(
+        self, result: RoundResult, metrics: Metrics | None, begun: tuple[datetime, float], evaluate_s: float
+    ) -> RoundRecord:
+        """Make a round permanent: checkpoint, then its rows and events."""
+        state, outcomes, use = result.state, result.outcomes, result.use
+        clock = time.perf_counter()
+        every = self._config.output.checkpoint_every
+        if every and (state.round_num % every == 0 or state.round_num == self._config.rounds):
+            self._checkpoint(state)
+        counts = Counter(outcome.status for outcome in outcomes)
+        weights = None if result.weights is None else result.weights.client
+        ended, now = self.now()
+        record = RoundRecord(
+            round_num=state.round_num,
+            started=begun[0],
+            finished=ended,
+            round_s=now - begun[1],
+            sampled=len(outcomes),
+            ok=counts["ok"],
+            skipped=counts["skipped"],
+            excluded=counts["excluded"],
+            failed=counts["failed"],
+            updated=weights is not None,
+            weight_max=None if weights is None else float(weights.max()),
+            weight_entropy=None if weights is None else _entropy(weights),
+            train_s=use.train_seconds,
+            score_tail_s=use.score_tail_seconds,
+            aggregate_s=result.aggregate_s,
+            evaluate_s=evaluate_s,
+            commit_s=now - clock,
+            client_utilisation=use.client_utilisation,
+            scorer_utilisation=use.scorer_utilisation,
+            retries=use.retries,
+            notes=() if result.weights is None else result.weights.notes,
+            **_checksums(state, outcomes),
+            **_metrics(metrics),
+        )
+        clients = _client_records(state.round_num, outcomes, weights)
+        self._tables.write_round(record, clients)
+        if self._board is not None:
+            self._board.write_round(record, clients)
+        self._records.append(record)
+        return record
+
+    def _checkpoint(self, state: RoundState) -> None:
+        for client, digest in state.client_checksums.items():
+            known = self._files.get(client)
+            if known is None or known.checksum != digest:
+                packed = self._executor.fetch(state.clients[client])
+                name = write_client_state(self.folder, client, state.round_num, packed.arrays)
+                self._files[client] = ClientFile(name, digest)
+        arrays = {f"server.{name}": array for name, array in to_arrays(state.server).items()}
+        arrays |= {f"buffers.{name}": array for name, array in to_arrays(state.buffers).items()}
+        clients = {str(k): {"file": entry.file, "checksum": entry.checksum} for k, entry in self._files.items()}
+        write_checkpoint(self.folder, state.round_num, arrays, {"clients": clients})
+
+    def finish(self, status: str, reason: str | None, seconds: float) -> dict[str, Any]:
+        """Write `result.json` and return its content."""
+        tested = [record for record in self._records if record.accuracy is not None]
+        best = max(tested, key=lambda record: record.accuracy or 0.0, default=None)
+        last = self._records[-1] if self._records else self._initial
+        result = {
+            "status": status,
+            "reason": reason,
+            "name": self._config.name,
+            "folder": str(self.folder),
+            "rounds": self._config.rounds,
+            "rounds_done": len(self._records),
+            "initial": _summary(self._initial),
+            "final": _summary(tested[-1] if tested else None),
+            "best": _summary(best),
+            "checksums": None
+            if last is None
+            else {key: getattr(last, f"{key}_checksum") for key in ("params", "buffers", "server", "clients")},
+            "seconds": seconds,
+            "seconds_per_round": float(np.mean([r.round_s for r in self._records])) if self._records else None,
+            "finished": datetime.now(UTC).isoformat(),
+        }
+        write_json(self.folder / "result.json", result)
+        return result
+
+    def check_updated(self) -> None:
+        """Refuse to call a run finished that never changed its model."""
+        if not any(record.updated for record in self._records):
+            raise RunError("no round had a usable update: the global model is still the initial one")
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.ndarray | None) -> list[ClientRecord]:
+    usable = iter([] if weights is None else weights.tolist())
+    records = []
+    for outcome in outcomes:
+        train, probe, actor, scorer = outcome.train, outcome.probe, outcome.actor, outcome.scorer
+        finite = probe is not None and outcome.status == "ok"
+        records.append(
+            ClientRecord(
+                round_num=round_num,
+                client_id=outcome.client_id,
+                position=outcome.position,
+                status=outcome.status,
+                reason=outcome.reason,
+                num_examples=int(train.scalars["num_examples"]) if train else None,
+                num_steps=int(train.scalars["num_steps"]) if train else None,
+                train_loss=float(train.scalars["loss"]) if train else None,
+                score=probe.score if probe else None,
+                weight=next(usable) if outcome.status == "ok" and weights is not None else None,
+                validation_loss=probe.loss if probe else None,
+                validation_accuracy=probe.accuracy if probe else None,
+                train_s=train.seconds if train else None,
+                score_s=outcome.score_seconds,
+                queue_s=outcome.queue_seconds,
+                actor=actor.actor if actor else None,
+                pid=actor.pid if actor else None,
+                node=actor.node if actor else None,
+                attempt=actor.attempt if actor else None,
+                scorer=scorer.actor if scorer else None,
+                scorer_pid=scorer.pid if scorer else None,
+                scorer_attempt=scorer.attempt if scorer else None,
+                started=outcome.started,
+                finished=outcome.finished,
+                unit_norms=tuple(probe.unit_norms.tolist()) if probe is not None and finite else None,
+            )
+        )
+    return records
+
+
+def _checksums(state: RoundState, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Of parameters, buffers, server state, and the states of the cohort's clients in id order."""
+    states = [state.client_checksums.get(outcome.client_id, "") for outcome in outcomes]
+    return {
+        "params_checksum": checksum(state.server.params.numpy()),
+        "buffers_checksum": record_checksum(state.buffers),
+        "server_checksum": record_checksum(state.server),
+        "clients_checksum": checksum(np.frombuffer(" ".join(states).encode(), dtype=np.uint8)),
+    }
+
+
+def _metrics(metrics: Metrics | None) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    return {name: getattr(metrics, name) for name in ("loss", "accuracy", "macro_f1", "recall", "classes_present")}
+
+
+def _summary(record: RoundRecord | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    return {
+        "round": record.round_num,
+        "accuracy": record.accuracy,
+        "macro_f1": record.macro_f1,
+        "loss": record.loss,
+    }
+
+
+def _entropy(weights: np.ndarray) -> float:
+    positive = weights[weights > 0]
+    return float(-(positive * np.log(positive)).sum())
