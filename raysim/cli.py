@@ -210,7 +210,7 @@ def _partition_table(class_counts: Any) -> Any:
 
     sizes = class_counts.sum(axis=1)
     shares = class_counts / np.maximum(sizes, 1)[:, None]
-    entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1)
+    entropy = np.abs((shares * np.log(np.where(shares > 0, shares, 1.0))).sum(axis=1))
     table = Table(title=f"{len(sizes)} clients, {sizes.sum()} examples, {class_counts.shape[1]} classes")
     for heading in ("per client", "min", "median", "mean", "max"):
         table.add_column(heading, justify="left" if heading == "per client" else "right")

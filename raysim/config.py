@@ -279,6 +279,7 @@ def _explain(
             text = str(context.get("error", item["msg"]))
         else:
             text = item["msg"].removeprefix("Input ").replace("valid ", "").replace("an object", "a section of keys")
+            text = text.replace("a integer", "a whole number")
             shown[path] = _show(given)
         texts = found.setdefault(path, [])
         if text not in texts:

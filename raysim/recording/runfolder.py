@@ -28,11 +28,8 @@ def claim(folder: Path) -> None:
     try:
         os.mkdir(folder)
     except FileExistsError as error:
-        resumable = any((folder / "checkpoints").glob("round-*.json"))
         raise ConfigError(
-            f"output.dir, name: {folder} exists. Give another `name` or `output.dir`, or remove the folder"
-            + (f"; to go on with that run: raysim resume {folder}" if resumable else "")
-            + "."
+            f"output.dir, name: {folder} exists. Give another `name` or `output.dir`, or remove the folder."
         ) from error
     except OSError as error:
         raise ConfigError(_refused(folder, error)) from error
