@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from annotated_types import MinLen
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scalarbool import ScalarBoolean
 
 from raysim.algorithms import ALGORITHMS
 from raysim.algorithms.base import AnyAlgorithm
@@ -44,6 +44,15 @@ DEFAULT_FRACTION = 0.1
 """Share of the clients per round when a configuration gives neither `per_round` nor `fraction` (FedAvg's and FedVG's 0.1)."""
 
 KeyPath = tuple[str, ...]
+
+_UNREADABLE = (YAMLError, ValueError)
+"""What the parser raises; values that look like a date or a number and are none give plain ValueErrors."""
+
+
+def _folder_name(name: str) -> str:
+    if "/" in name or name in ("", ".", "..") or name != name.strip() or not name.isprintable():
+        raise ValueError(f"{name!r} cannot be the name of a folder")
+    return name
 
 
 def _one_of(registry: Mapping[str, type]) -> Any:
@@ -107,7 +116,7 @@ class RunConfig(Section):
         output: Results.
     """
 
-    name: Annotated[str, MinLen(1)] = "run"
+    name: Annotated[str, AfterValidator(_folder_name)] = "run"
     seed: NonNegativeInt = 0
     rounds: Count = 30
     data: DataSettings = field(default_factory=DataSettings)
@@ -123,17 +132,12 @@ class RunConfig(Section):
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def __post_init__(self) -> None:
-        problems = []
         if self.weighting is None:
             object.__setattr__(self, "weighting", WEIGHTINGS[self.algorithm.default_weighting]())
-        if "/" in self.name or self.name in (".", "..") or self.name != self.name.strip():
-            problems.append(f"name: {self.name!r} cannot be the name of a folder")
         if self.client.per_round is not None and self.client.per_round > self.partition.clients:
-            problems.append(
+            raise ValueError(
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
 
     @property
     def cohort_size(self) -> int:
@@ -207,15 +211,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     try:
         tree = YAML(typ="rt", pure=True).load(text)
-    except DuplicateKeyError as error:
-        raise ConfigError(
-            f"{_at(path, error.problem_mark)}: {_first_line(error.problem)} (a key may be given once)"
-        ) from None
-    except MarkedYAMLError as error:
+    except _UNREADABLE as error:
+        mark = getattr(error, "problem_mark", None)
+        place = str(path) if mark is None else f"{path}:{mark.line + 1}"
         hint = " (YAML indents with spaces, not tabs)" if "\t" in text else ""
-        raise ConfigError(f"{_at(path, error.problem_mark)}: not YAML: {_first_line(error.problem)}{hint}") from None
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {_first_line(str(error))}") from None
+        raise ConfigError(f"{place}: not YAML: {_why(error)}{hint}") from None
     if not isinstance(tree, CommentedMap):
         what = "empty" if tree is None else "a list" if isinstance(tree, CommentedSeq) else "a single value"
         raise ConfigError(f"{path}: a configuration is a mapping of sections (data, client, ...), this file is {what}")
@@ -234,8 +234,8 @@ def _override(values: dict[str, Any], places: dict[KeyPath, str], overrides: Seq
             continue
         try:
             parsed = _plain(YAML(typ="rt", pure=True).load(value)) if value.strip() else None
-        except YAMLError as error:
-            problems.append(f"command line: {key}: {value!r} is not a YAML value: {_first_line(str(error))}")
+        except _UNREADABLE as error:
+            problems.append(f"command line: {key}: {value!r} is not a YAML value: {_why(error)}")
             continue
         section: Any = values
         for part in keys[:-1]:
@@ -250,6 +250,8 @@ def _override(values: dict[str, Any], places: dict[KeyPath, str], overrides: Seq
             if keys in (("algorithm", "name"), ("weighting", "name")) and section.get("name") != parsed:
                 section.clear()
             section[keys[-1]] = parsed
+            for below in [path for path in places if path[: len(keys)] == keys]:
+                del places[below]
             places[keys] = "command line"
     if problems:
         raise ConfigError(problems)
@@ -277,6 +279,7 @@ def _explain(
             shown[path] = _show(given)
         elif kind == "value_error":
             text = str(context.get("error", item["msg"]))
+            path, text = _blame(path, section, text)
         else:
             text = item["msg"].removeprefix("Input ").replace("valid ", "").replace("an object", "a section of keys")
             text = text.replace("a integer", "a whole number")
@@ -314,6 +317,15 @@ def _section_at(section: Any, key: str, given: Any) -> Any:
     return hint if dataclasses.is_dataclass(hint) else None
 
 
+def _blame(path: KeyPath, section: Any, text: str) -> tuple[KeyPath, str]:
+    """The key that a section's own complaint begins with, if it does, and the rest of the complaint."""
+    first, _, rest = text.partition(" ")
+    keys = tuple(first.removesuffix(":").split("."))
+    if dataclasses.is_dataclass(section) and keys[0] in {f.name for f in dataclasses.fields(section)}:
+        return (*path, *keys), rest
+    return path, text
+
+
 def _registry(key: str) -> Mapping[str, type]:
     return ALGORITHMS if key == "algorithm" else WEIGHTINGS
 
@@ -326,7 +338,7 @@ def _suggest(path: KeyPath, section: Any) -> str:
 
 
 def _accepted(names: Sequence[str] | Mapping[str, Any], given: Any) -> str:
-    close = difflib.get_close_matches(str(given), list(names), n=1)
+    close = difflib.get_close_matches(str(given).lower(), list(names), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"should be {' or '.join(names)}{hint}"
 
@@ -336,11 +348,12 @@ def _absolute(config: RunConfig, source: str) -> RunConfig:
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     problems = []
 
-    def settle(path: Path, key: str, variable: str, *, used: bool = True) -> Path:
+    def settle(path: Path, key: str, variable: str, *, below: str = "", used: bool = True) -> Path:
+        path = Path(os.path.expanduser(path))
         if path.is_absolute():
             return path
-        if variable in os.environ:
-            return Path(os.environ[variable]).absolute()
+        if folder := os.environ.get(variable):
+            return Path(folder, below).absolute()
         if in_job and used:
             problems.append(
                 f"{source}: {key}: {path} is relative, but a submitted job runs in a copy of the folder that Ray deletes; "
@@ -348,27 +361,18 @@ def _absolute(config: RunConfig, source: str) -> RunConfig:
             )
         return path.absolute()
 
-    needs_root = config.data.name in ("fashion_mnist", "cifar10")
-    data = dataclasses.replace(
-        config.data,
-        root=settle(config.data.root, "data.root", "RAYSIM_DATA_ROOT", used=needs_root),
-        path=None if config.data.path is None else _file(config.data.path, config.data.root, settle),
-    )
-    partition = config.partition
+    data, partition = config.data, config.partition
+    needs_root = data.name in ("fashion_mnist", "cifar10")
+    data = dataclasses.replace(data, root=settle(data.root, "data.root", "RAYSIM_DATA_ROOT", used=needs_root))
+    if data.path is not None:
+        path = settle(data.path, "data.path", "RAYSIM_DATA_ROOT", below=data.path.name)
+        data = dataclasses.replace(data, path=path)
     if partition.path is not None:
-        partition = dataclasses.replace(partition, path=partition.path.absolute())
+        partition = dataclasses.replace(partition, path=Path(os.path.expanduser(partition.path)).absolute())
     output = dataclasses.replace(config.output, dir=settle(config.output.dir, "output.dir", "RAYSIM_OUTPUT_DIR"))
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(config, data=data, partition=partition, output=output)
-
-
-def _file(path: Path, root: Path, settle: Any) -> Path:
-    """A data file, against RAYSIM_DATA_ROOT as its folder if that is set."""
-    if path.is_absolute() or "RAYSIM_DATA_ROOT" not in os.environ:
-        settled: Path = settle(path, "data.path", "RAYSIM_DATA_ROOT_")
-        return settled
-    return Path(os.environ["RAYSIM_DATA_ROOT"]).absolute() / path.name
 
 
 def _plain(node: Any) -> Any:
@@ -377,6 +381,8 @@ def _plain(node: Any) -> Any:
         return {str(key): _plain(value) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
         return [_plain(value) for value in node]
+    if isinstance(node, ScalarBoolean):  # One with an anchor, which is an int.
+        return bool(node)
     for kind in (bool, int, float, str):
         if isinstance(node, kind):
             return kind(node)
@@ -386,17 +392,18 @@ def _plain(node: Any) -> Any:
 def _collect_places(tree: CommentedMap, path: KeyPath, file: Path, places: dict[KeyPath, str]) -> None:
     for key, value in tree.items():
         here = (*path, str(key))
-        places[here] = f"{file}:{tree.lc.key(key)[0] + 1}"
+        if key in (tree.lc.data or {}):  # Not those merged in by `<<`, which have no line of their own.
+            places[here] = f"{file}:{tree.lc.key(key)[0] + 1}"
         if isinstance(value, CommentedMap):
             _collect_places(value, here, file, places)
 
 
-def _at(path: Path, mark: Any) -> str:
-    return f"{path}:{mark.line + 1}" if mark is not None else str(path)
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().splitlines()[0].strip() if text else ""
+def _why(error: Exception) -> str:
+    """What the parser has against a text, in one line."""
+    text = (getattr(error, "problem", None) or str(error)).strip().splitlines()[0].strip()
+    if isinstance(error, DuplicateKeyError):
+        return f"{text} (a key may be given once)"
+    return text if isinstance(error, YAMLError) else f"{text}; text that looks like a date or a number needs quotes"
 
 
 def _show(value: Any) -> str:

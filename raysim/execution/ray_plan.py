@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError
@@ -28,15 +30,31 @@ class Node:
     memory: float
 
 
+def starts_ray(settings: ExecutionSettings) -> bool:
+    """Whether a run would start a Ray of its own: no cluster is named, and this process is not connected to one."""
+    ray = sys.modules.get("ray")  # A process that has not imported it is not connected.
+    named = settings.address or os.environ.get("RAY_ADDRESS")
+    return settings.backend == "ray" and not named and not (ray is not None and ray.is_initialized())
+
+
 def local_nodes(settings: ExecutionSettings) -> list[Node]:
     """This machine as the one node of a Ray that raysim would start itself."""
     import torch
 
     cpus = settings.num_cpus if settings.num_cpus is not None else os.cpu_count() or 1
     gpus = settings.num_gpus if settings.num_gpus is not None else torch.cuda.device_count()
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    # Ray keeps 30 % of the free memory for its object store.
-    return [Node("this machine", float(cpus), float(gpus), 0.7 * free)]
+    memory = _available_memory()
+    # Ray keeps 30 % of it for its object store, unless told otherwise.
+    store = settings.object_store_memory_mb
+    memory = memory - store * 2**20 if store is not None else 0.7 * memory
+    return [Node("this machine", float(cpus), float(gpus), memory)]
+
+
+def _available_memory() -> float:
+    """Bytes that processes can still get: what is free, and what only caches files."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = {name: size for name, _, size in (line.partition(":") for line in lines)}
+    return 1024.0 * int(sizes["MemAvailable"].split()[0])
 
 
 @dataclass(frozen=True)
@@ -145,12 +163,13 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
         )
     limit = clients_given if clients_given is not None else wanted_clients
     placed = free.place(client, limit)
-    if placed == 0 or (placed < limit and (per_client or clients_given is not None)):
-        key = "per_client" if per_client else limit
+    needed = 1 if settings.client_actors == "auto" else limit
+    if placed < needed:
         raise ConfigError(
-            f"execution.client_actors: {key} needs {limit} client actors of {client} and {memory * limit / 2**30:.1f} GiB, but "
-            f"beside {scorers} scorers only {placed} fit on {_offer(nodes)} ({free.binding}-bound); use auto, a smaller "
-            "number, or a smaller execution.client.num_cpus"
+            f"execution.client_actors: {settings.client_actors} needs {needed} x {client} and "
+            f"{memory * needed / 2**30:.1f} GiB, but beside {scorers} x {scorer} for scorers only {placed} fit on "
+            f"{_offer(nodes)} ({free.binding}-bound); use fewer client or scorer actors, or smaller ones "
+            "(execution.client, execution.scorer)"
         )
     if placed == limit:
         binding = "as configured" if clients_given is not None else "one per client" if per_client else "cohort-bound"
@@ -193,9 +212,11 @@ class _Packing:
         self._each = memory
         self.binding = "cohort"
 
-    def place(self, actor: _Actor, count: int) -> int:
-        """Place up to `count` actors; returns how many fit and notes what was short."""
+    def place(self, actor: _Actor, count: int, *, beside: _Actor | None = None) -> int:
+        """Place up to `count` actors, leaving room for one of `beside`; returns how many fit and notes what was short."""
         for placed in range(count):
+            if beside is not None and not self._leaves_room(actor, beside):
+                return placed
             node = max((i for i in range(len(self._cpus)) if not self._short(i, actor)), key=self._room, default=None)
             if node is None:
                 short = [self._short(i, actor) for i in range(len(self._cpus))]

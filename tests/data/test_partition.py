@@ -111,13 +111,14 @@ class TestDirichlet:
     def test_repair_by_hand(self, monkeypatch):
         """Three draws for 3 clients and 2 classes of 9 examples, none with 5 for each client; the second is the best.
 
-        Its sizes are 9, 6, 3. Client 0 gives client 2 an example of class 1, its most frequent: 8, 6, 4. Then again, 7, 6, 5.
+        Its sizes are 9, 6, 3. Client 0 gives client 2 an example of class 1, of which it has most: 8, 6, 4. It has then
+        four of each class and gives one of class 0, the first: 7, 6, 5.
         """
         draws = iter([[[9, 0, 0], [0, 9, 0]], [[4, 2, 3], [5, 4, 0]], [[9, 0, 0], [0, 8, 1]]])
         monkeypatch.setattr("raysim.data.partition._draw_counts", lambda *args: np.array(next(draws)))
         labels = np.arange(18) % 2
         partition = make_partition(dirichlet(3, 0.1, 5, max_tries=3), labels, everything(labels), 0)
-        np.testing.assert_array_equal(partition.class_counts(labels, 2), [[4, 3], [2, 4], [3, 2]])
+        np.testing.assert_array_equal(partition.class_counts(labels, 2), [[3, 4], [2, 4], [4, 1]])
         assert (partition.tries, partition.repaired) == (3, 2)
 
     def test_repair_up_to_equal_sizes(self):

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from raysim.data.arrays import ImageSet
+
+# Local Rays of the tests talk to themselves only; without this each would write a token into the home folder.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.pop("RAY_ADDRESS", None)
+
+# What Ray and torch set themselves when they start.
+OWN_VARIABLES = (
+    "RAY_",
+    "CUDA_",
+    "OMP_",
+    "KMP_",
+    "PYTEST_",
+    "TORCH",
+    "PYTHON",
+    "TF_",
+    "SETUPTOOLS_",
+    "GRPC_",
+    "COLUMNS",
+    "LINES",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    """A test leaves the environment as it was."""
+    before = dict(os.environ)
+    yield
+    changed = {
+        key
+        for key in before.keys() | os.environ.keys()
+        if before.get(key) != os.environ.get(key) and not key.startswith(OWN_VARIABLES)
+    }
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One local Ray of two CPUs for all tests that need one."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=300 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def images() -> ImageSet:
+    """40 random grey images of 10 classes, each class four times."""
+    rng = np.random.default_rng(0)
+    return ImageSet(rng.integers(0, 256, (40, 1, 28, 28), dtype=np.uint8), np.repeat(np.arange(10), 4))

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raysim.data.arrays import ImageSet
+from raysim.models import build_model
+from raysim.models.base import InputSpec, ModelSettings
+from raysim.objective import ModelObjective, cut_batches
+from raysim.seeding import Purpose, rng_for
+from raysim.vector import checksum
+
+SPEC = InputSpec(channels=1, height=28, width=28, num_classes=10)
+
+
+def lenet() -> nn.Module:
+    return build_model(ModelSettings("lenet5"), SPEC, rng_for(0, Purpose.INIT))
+
+
+@pytest.fixture
+def objective(images):
+    return ModelObjective(lenet(), images)
+
+
+def state_hash(objective: ModelObjective) -> str:
+    arrays = (objective.params, objective.buffers.floats, objective.buffers.ints)
+    modules = [tensor.detach().numpy() for tensor in objective.module.state_dict().values()]
+    return checksum(*(array.numpy() for array in arrays), *modules)
+
+
+def test_the_flat_gradient_is_the_one_of_plain_autograd(objective, images):
+    plain = lenet().train()
+    batch = objective.take(np.arange(16))
+    loss = F.cross_entropy(plain(batch.inputs), batch.labels)
+    loss.backward()
+    with objective.training():
+        assert objective.gradient(batch).item() == loss.item()
+    for name, param in plain.named_parameters():
+        assert torch.equal(objective.layout.view(objective.grad, name), param.grad), name
+
+
+def test_parameters_and_buffers_are_views_of_the_flat_vectors(objective):
+    objective.params.fill_(0.5)
+    assert all((param == 0.5).all() for param in objective.module.parameters())
+    objective.buffers.floats.fill_(2.0)
+    objective.buffers.ints.fill_(3)
+    assert (objective.module.bn1.running_var == 2).all()
+    assert objective.module.bn2.num_batches_tracked.item() == 3
+    assert objective.module.bn2.num_batches_tracked.shape == ()
+    with objective.training():
+        objective.gradient(objective.take(np.arange(8)))
+    assert objective.buffers.ints.tolist() == [4, 4], "training moves the counters in the flat vector"
+    assert not (objective.buffers.floats == 2.0).any()
+
+
+def test_the_state_dict_still_loads_strictly(objective):
+    other = lenet()
+    other.load_state_dict(objective.module.state_dict(), strict=True)
+    assert other.bn1.num_batches_tracked.dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_scoring_leaves_the_model_unchanged(objective, mode):
+    before = state_hash(objective)
+    with objective.scoring(mode):
+        objective.grad.zero_()
+        objective.add_gradient(objective.take(np.arange(20)))
+    assert state_hash(objective) == before
+    assert objective.grad.abs().sum() > 0
+    assert not objective.module.training
+    assert all(m.track_running_stats for m in objective.module.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def test_batch_statistics_ignore_the_running_ones_and_running_ones_do_not(objective):
+    batch = objective.take(np.arange(20))
+    losses = {}
+    for scale in (0.01, 0.02):
+        objective.buffers.floats.fill_(scale)
+        for mode in ("batch", "running"):
+            with objective.scoring(mode):
+                losses[mode, scale] = objective.add_gradient(batch).loss
+    assert losses["batch", 0.01] == losses["batch", 0.02]
+    assert losses["running", 0.01] != losses["running", 0.02]
+
+
+def test_dropout_is_off_while_scoring_and_on_while_training(images):
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10))
+    objective = ModelObjective(model, images)
+    batch = objective.take(np.arange(20))
+    with objective.scoring("batch"):
+        assert objective.add_gradient(batch) == objective.add_gradient(batch)
+    with objective.training():
+        assert objective.gradient(batch).item() != objective.gradient(batch).item()
+
+
+def test_summed_gradients_add_to_the_mean_gradient(objective):
+    with objective.scoring("running"):
+        mean = objective.gradient(objective.take(np.arange(40)))
+        gradient = objective.grad.clone()
+        objective.grad.zero_()
+        sums = [objective.add_gradient(objective.take(part)) for part in np.array_split(np.arange(40), 3)]
+    torch.testing.assert_close(objective.grad / 40, gradient, rtol=1e-4, atol=1e-7)
+    assert sum(s.count for s in sums) == 40
+    assert sum(s.loss for s in sums) / 40 == pytest.approx(mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "rule", "batch_norm", "sizes"),
+    [
+        (33, 16, "auto", True, [16, 17]),
+        (33, 16, "auto", False, [16, 16, 1]),
+        (34, 16, "auto", True, [16, 16, 2]),
+        (17, 16, "auto", True, [17]),
+        (1, 16, "auto", True, []),
+        (1, 16, "auto", False, [1]),
+        (0, 16, "auto", True, []),
+        (33, 16, "drop", True, [16, 16]),
+        (34, 16, "merge", False, [16, 18]),
+        (3, 16, "merge", False, [3]),
+        (33, 16, "keep", True, [16, 16, 1]),
+        (32, 16, "drop", True, [16, 16]),
+        (5, None, "auto", True, [5]),
+        (3, 1, "auto", False, [1, 1, 1]),
+    ],
+)
+def test_last_batch(count, size, rule, batch_norm, sizes):
+    batches = cut_batches(np.arange(count), size, last_batch=rule, has_batch_norm=batch_norm)
+    assert [len(batch) for batch in batches] == sizes
+    flat = np.concatenate([*batches, np.arange(0)])
+    assert flat.tolist() == list(range(len(flat))), "in order, each once"
+
+
+def test_an_epoch_is_a_function_of_the_generator(objective):
+    def epoch(seed):
+        return [batch.labels.tolist() for batch in objective.batches(16, np.random.default_rng(seed))]
+
+    assert epoch(1) == epoch(1)
+    assert epoch(1) != epoch(2)
+    assert sorted(label for batch in epoch(1) for label in batch) == objective.examples.labels.tolist()
+
+
+def test_images_are_scaled_by_their_type(images):
+    objective = ModelObjective(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), images)
+    dark = replace(images, images=np.minimum(images.images, 10))
+    assert objective.on(dark).take(np.arange(40)).inputs.max() == np.float32(10) / np.float32(255)
+    wide = replace(images, images=images.images.astype(np.uint16) * 257)
+    torch.testing.assert_close(objective.on(wide).take(np.arange(4)).inputs, objective.take(np.arange(4)).inputs)
+
+
+def test_float64_stays_float64(images):
+    objective = ModelObjective(lenet().double(), images)
+    assert objective.params.dtype == objective.grad.dtype == objective.buffers.floats.dtype == torch.float64
+    with objective.scoring("batch"):
+        objective.add_gradient(objective.take(np.arange(8)))
+    assert objective.grad.dtype == torch.float64
+
+
+def test_frozen_parameters_are_outside_the_vector_and_mixed_types_are_refused(images):
+    model = lenet()
+    model.conv1.weight.requires_grad_(False)
+    frozen = model.conv1.weight.clone()
+    objective = ModelObjective(model, images)
+    assert "conv1.weight" not in objective.layout.names
+    objective.params.zero_()
+    assert torch.equal(objective.module.conv1.weight, frozen)
+    mixed = lenet()
+    mixed.fc1.double()
+    with pytest.raises(ValueError, match="of one type"):
+        ModelObjective(mixed, images)
+
+
+def test_every_load_overwrites_everything(objective):
+    twin = ModelObjective(copy.deepcopy(objective.module), objective.examples)
+    with objective.training():
+        objective.gradient(objective.take(np.arange(8)))
+    objective.params.add_(1.0)
+    objective.load(twin.params, twin.buffers)
+    assert state_hash(objective) == state_hash(twin)
+
+
+def test_binding_other_data_shares_the_model(objective):
+    few = ImageSet(objective.examples.images[:3], objective.examples.labels[:3])
+    other = objective.on(few)
+    assert (other.num_examples, objective.num_examples) == (3, 40)
+    assert other.params is objective.params

@@ -1,0 +1,183 @@
+"""FedVG's weights: hand-checked numbers, edges, and the authors' own numbers for trained networks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from quadratic import EXAMPLES, LAYOUT, REFERENCE, assert_example, validation
+
+from raysim.data.arrays import ImageSet
+from raysim.models import build_model
+from raysim.models.base import InputSpec, ModelSettings
+from raysim.objective import ModelObjective
+from raysim.seeding import Purpose, rng_for
+from raysim.vector import VectorLayout, checksum
+from raysim.weighting.base import Probe, Report
+from raysim.weighting.fedvg import FedVG
+from raysim.weighting.size import Size
+
+
+def reports(norms_CU) -> list[Report]:
+    return [Report(k, 10, 1, 0.0, Probe(np.atleast_1d(np.array(n, float)), 1.0, 1, 2)) for k, n in enumerate(norms_CU)]
+
+
+def client_weights(scores, **fields) -> np.ndarray:
+    layout = VectorLayout(("w",), ((1,),))
+    return FedVG(**fields).weights(reports(scores), None, layout).client
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("norm", "key"), [("l1", "L1"), ("l2", "L2")])
+def test_validation_gradients_and_norms(k, norm, key):
+    objective = validation()
+    weighting = FedVG(norm=norm)
+    params = torch.tensor(EXAMPLES[f"local.theta{k}"], dtype=torch.float64)
+    objective.params.copy_(params)
+    sums = weighting.accumulate(objective, [objective.everything(), objective.everything()])
+    assert sums["count"] == 2
+    assert_example(sums["gradient"] / 2, f"fedvg.val_grad{k}")
+    probe = weighting.finish(sums, params, params, LAYOUT)
+    np.testing.assert_allclose(probe.unit_norms, EXAMPLES[f"fedvg.{key}.tensor_norms"][k - 1], rtol=1e-12)
+    expected = EXAMPLES[f"fedvg.{key}.Gbar(mean over tensors)"][k - 1]
+    assert probe.score == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scores", "weights", "tolerance"),
+    [
+        ([2, 4, 4], [0.5, 0.25, 0.25], 1e-8),
+        ([0, 1, 1], [0.99999998, 1e-8, 1e-8], 1e-15),
+        ([0, 0, 0], [1 / 3, 1 / 3, 1 / 3], 1e-15),
+    ],
+)
+def test_edges_by_hand(scores, weights, tolerance):
+    np.testing.assert_allclose(client_weights(scores), weights, rtol=1e-7, atol=tolerance)
+
+
+def test_reference_edges():
+    assert_example(client_weights([5, 5]), "edge.equal")
+    assert_example(client_weights([7]), "edge.single_client")
+    assert_example(client_weights([0, 100, 100]), "edge.dead_model s for G=[0,100,100]")
+
+
+def test_a_client_that_takes_all_the_weight_is_named():
+    weights = FedVG().weights(reports([100, 0, 100]), None, VectorLayout(("w",), ((1,),)))
+    assert "client 1 takes" in weights.notes[0]
+    assert FedVG().weights(reports([3]), None, VectorLayout(("w",), ((1,),))).notes == (), "a lone client is no news"
+
+
+def test_without_eps_vanishing_gradients_share_the_weight_and_scale_cancels():
+    np.testing.assert_array_equal(client_weights([0, 2, 0], eps=0.0), [0.5, 0, 0.5])
+    scores = np.array([0.3, 1.7, 9.0])
+    np.testing.assert_allclose(client_weights(scores, eps=0.0), client_weights(1e6 * scores, eps=0.0), rtol=1e-12)
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=20))
+def test_simplex_and_order(scores):
+    weights = client_weights(scores)
+    assert weights.sum() == pytest.approx(1, abs=1e-9)
+    assert (weights >= 0).all()
+    order = np.argsort(scores, kind="stable")
+    assert (np.diff(weights[order]) <= 1e-15).all(), "a flatter model never counts less"
+
+
+def test_noise_takes_the_client_weights():
+    """Tensor 0 of client 1 is rounding noise: 1e-9 per element against a median of 1."""
+    layout = VectorLayout(("a", "b", "c"), ((10,), (10,), (5,)))
+    norms = [[10.0, 20.0, 5.0], [1e-8, 10.0, 10.0]]
+    result = FedVG(granularity="tensor").weights(reports(norms), None, layout)
+    np.testing.assert_array_equal(result.unit[:, 0], result.client)
+    np.testing.assert_allclose(result.unit[:, 1], [1 / 3, 2 / 3], rtol=1e-8)
+    np.testing.assert_allclose(result.unit.sum(axis=0), 1)
+    assert "1 tensors have a gradient of rounding noise" in result.notes[0]
+    off = FedVG(granularity="tensor", noise_floor=0.0).weights(reports(norms), None, layout)
+    assert off.unit[1, 0] > 0.99
+
+
+class TestAuthorsNumbers:
+    """Three LeNet-5 clients against the numbers of the authors' scoring code, float32, rtol 1e-4."""
+
+    RTOL = 1e-4
+    NOISE = ("conv1.bias", "conv2.bias")  # In front of a BatchNorm: rounding noise under batch statistics.
+
+    @pytest.fixture
+    def arrays(self):
+        with np.load(REFERENCE / "lenet_a.npz") as file:
+            return dict(file)
+
+    @pytest.fixture
+    def expected(self):
+        return json.loads((REFERENCE / "lenet_a.json").read_text())
+
+    def objective(self, arrays, who) -> ModelObjective:
+        model = build_model(ModelSettings("lenet5"), InputSpec(1, 28, 28, 10), rng_for(0, Purpose.INIT))
+        state = {key.split("/")[1]: torch.from_numpy(arrays[key]) for key in arrays if key.startswith(f"{who}/")}
+        model.load_state_dict(state, strict=True)
+        return ModelObjective(model, ImageSet(arrays["val_images"][:, None], arrays["val_labels"]))
+
+    def probes(self, arrays, weighting, mode) -> list[Probe]:
+        probes = []
+        for k in range(3):
+            objective = self.objective(arrays, f"client{k}")
+            before = checksum(
+                objective.params.numpy(), objective.buffers.floats.numpy(), objective.buffers.ints.numpy()
+            )
+            with objective.scoring(mode):
+                batches = [objective.take(np.arange(start, start + 32)) for start in (0, 32, 64)]
+                sums = weighting.accumulate(objective, batches)
+            probes.append(weighting.finish(sums, objective.params, objective.params, objective.layout))
+            after = checksum(objective.params.numpy(), objective.buffers.floats.numpy(), objective.buffers.ints.numpy())
+            assert before == after
+        return probes
+
+    @pytest.mark.parametrize("statistics", ["batch_stats", "running_stats"])
+    @pytest.mark.parametrize("norm", ["l1", "l2"])
+    def test_norms_and_weights(self, arrays, expected, statistics, norm):
+        wanted = expected[statistics][norm]
+        weighting = FedVG(norm=norm, granularity="tensor", noise_floor=0.0)
+        probes = self.probes(arrays, weighting, statistics.removesuffix("_stats"))
+        layout = self.objective(arrays, "init").layout
+        weights = weighting.weights([Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)], None, layout)
+        np.testing.assert_allclose(weights.client, wanted["model_weights"], rtol=self.RTOL)
+        skipped = self.NOISE if statistics == "batch_stats" else ()
+        for u, name in enumerate(layout.names):
+            if name in skipped:
+                continue
+            norms = [client[name] for client in wanted["norm_of_mean_gradient_per_tensor"]]
+            np.testing.assert_allclose([p.unit_norms[u] for p in probes], norms, rtol=self.RTOL, err_msg=name)
+            np.testing.assert_allclose(weights.unit[:, u], wanted["layer_weights"][name], rtol=self.RTOL, err_msg=name)
+
+    @pytest.mark.parametrize(("statistics", "noisy"), [("batch", list(NOISE)), ("running", [])])
+    @pytest.mark.parametrize("norm", ["l1", "l2"])
+    def test_the_noise_floor_separates_noise_from_gradients(self, arrays, statistics, noisy, norm):
+        weighting = FedVG(norm=norm, granularity="tensor")
+        probes = self.probes(arrays, weighting, statistics)
+        layout = self.objective(arrays, "init").layout
+        weights = weighting.weights([Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)], None, layout)
+        taken = [name for u, name in enumerate(layout.names) if np.array_equal(weights.unit[:, u], weights.client)]
+        assert taken == noisy
+
+    @pytest.mark.parametrize("key", ["fedvg", "fedavg"])
+    def test_averages(self, arrays, expected, key):
+        init = self.objective(arrays, "init")
+        models = [self.objective(arrays, f"client{k}").params.double() for k in range(3)]
+        if key == "fedvg":
+            probes = self.probes(arrays, FedVG(), "batch")
+            given = [Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)]
+            weights = FedVG().weights(given, None, init.layout).client
+        else:
+            given = [Report(k, n, 1, 0.0, None) for k, n in enumerate(expected["num_examples"])]
+            weights = Size().weights(given, None, init.layout).client
+        start = init.params.double()
+        average = start + sum(w * (model - start) for w, model in zip(weights, models, strict=True))
+        for name, total in expected["aggregate_sum_per_tensor"][key].items():
+            tensor = init.layout.view(average, name)
+            # A sum over a tensor cancels; its error is relative to the sum of magnitudes.
+            assert tensor.sum().item() == pytest.approx(total, rel=self.RTOL, abs=1e-5 * tensor.abs().sum().item()), (
+                name
+            )
