@@ -5,7 +5,6 @@ Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -84,7 +83,8 @@ def check(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -
         typer.echo(_headline(config))
         typer.echo(
             f"data: {config.data.name}, {len(setup.train)} training, {len(setup.validation)} validation and "
-            f"{len(setup.test)} test images of {' x '.join(map(str, setup.train.images.shape[1:]))}, {len(prepared.class_names)} classes"
+            f"{len(setup.test)} test images of {' x '.join(map(str, setup.train.images.shape[1:]))}, "
+            f"{len(prepared.class_names)} classes"
         )
         typer.echo(
             f"partition: {config.partition.scheme}, {len(sizes)} clients with {sizes.min()} to {sizes.max()} examples, hash "
@@ -182,7 +182,8 @@ def _headline(config: RunConfig) -> str:
     assert config.weighting is not None
     return (
         f"{config.name}: {config.algorithm.name} with {config.weighting.name} weights, {config.model.name} on "
-        f"{config.data.name}, {config.partition.clients} clients, {config.cohort_size} per round, {config.rounds} rounds -> {config.folder}"
+        f"{config.data.name}, {config.partition.clients} clients, {config.cohort_size} per round, {config.rounds} rounds "
+        f"-> {config.folder}"
     )
 
 
@@ -190,9 +191,9 @@ def _plan_lines(config: RunConfig, prepared: Any) -> list[str]:
     """The resource plan: of the cluster that is named, else of this machine, without starting anything."""
     if config.execution.backend == "serial":
         return ["backend: serial, everything in one process"]
-    from raysim.execution.ray_plan import local_nodes, make_plan
+    from raysim.execution.ray_plan import local_nodes, make_plan, starts_ray
 
-    if not (config.execution.address or os.environ.get("RAY_ADDRESS")):
+    if starts_ray(config.execution):
         return make_plan(config.execution, local_nodes(config.execution), prepared.demand).lines()
     from raysim.execution.ray_connection import cluster_nodes, connect
 

@@ -16,7 +16,7 @@ from raysim.data.validation import split_validation, stratified_batches
 from raysim.errors import ConfigError
 from raysim.evaluation import evaluation_shards
 from raysim.execution.base import Fault, Setup
-from raysim.execution.ray_plan import Demand
+from raysim.execution.ray_plan import Demand, local_nodes, make_plan, starts_ray
 from raysim.models import build_model, choose_size
 from raysim.models.base import InputSpec
 from raysim.objective import ModelObjective
@@ -143,7 +143,7 @@ def prepare(config: RunConfig) -> Prepared:
     population = Population(tuple(data.partition.sizes.tolist()), objective.layout)
     server = config.algorithm.init_server(objective.params.clone(), population)
     buffers = Buffers(objective.buffers.floats.clone(), objective.buffers.ints.clone())
-    return Prepared(
+    prepared = Prepared(
         config=config,
         setup=setup,
         population=population,
@@ -153,6 +153,9 @@ def prepare(config: RunConfig) -> Prepared:
         origin=dataset.origin,
         notes=tuple(notes),
     )
+    if starts_ray(config.execution):
+        make_plan(config.execution, local_nodes(config.execution), prepared.demand)  # For its errors.
+    return prepared
 
 
 def _check_training(config: RunConfig, objective: ModelObjective) -> list[str]:

@@ -132,11 +132,15 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
     Raises:
         ConfigError: The resources asked for do not exist; says what was asked, what exists and which key to change.
     """
+    per_client = settings.client_actors == "per_client"
+    clients_given = settings.client_actors if isinstance(settings.client_actors, int) else None
+    limit = clients_given or (demand.clients if per_client else demand.cohort)
     gpus = sum(int(node.gpus) for node in nodes)
     client_gpus, scorer_gpus = gpu_share(settings.client.num_gpus), gpu_share(settings.scorer.num_gpus)
     auto_share = Fraction(0)
     if gpus and None in (client_gpus, scorer_gpus):
-        wanted = demand.cohort + max(1, math.ceil(demand.cohort * min(demand.scoring_ratio, 1.0)))
+        scored = max(1, math.ceil(demand.cohort * min(demand.scoring_ratio, 1.0)))
+        wanted = limit + (scored if settings.scorer_actors == "auto" else settings.scorer_actors)
         by_cpu = sum(node.cpus for node in nodes) / max(settings.client.num_cpus, settings.scorer.num_cpus, 1e-9)
         actors = max(2, min(wanted, ACTORS_PER_GPU * gpus, int(by_cpu)))
         auto_share = Fraction(1, math.ceil(actors / gpus))
@@ -148,20 +152,17 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
     if problems:
         raise ConfigError(problems)
 
-    per_client = settings.client_actors == "per_client"
-    wanted_clients = demand.clients if per_client else demand.cohort
-    clients_given = settings.client_actors if isinstance(settings.client_actors, int) else None
     if settings.scorer_actors == "auto":
         scorers = _auto_scorers(nodes, client, scorer, demand, memory)
     else:
         scorers = settings.scorer_actors
     free = _Packing(nodes, memory)
-    if free.place(scorer, scorers) < scorers:
+    if (placed := free.place(scorer, scorers)) < scorers:
         raise ConfigError(
-            f"execution.scorer_actors: {scorers} scorers of {scorer} do not fit on {_offer(nodes)}; lower "
+            f"execution.scorer_actors: {settings.scorer_actors} needs {scorers} x {scorer} and "
+            f"{memory * scorers / 2**30:.1f} GiB, but only {placed} fit on {_offer(nodes)} ({free.binding}-bound); lower "
             "execution.scorer_actors, execution.scorer.num_cpus or execution.scorer.num_gpus"
         )
-    limit = clients_given if clients_given is not None else wanted_clients
     placed = free.place(client, limit)
     needed = 1 if settings.client_actors == "auto" else limit
     if placed < needed:
@@ -215,16 +216,18 @@ class _Packing:
     def place(self, actor: _Actor, count: int, *, beside: _Actor | None = None) -> int:
         """Place up to `count` actors, leaving room for one of `beside`; returns how many fit and notes what was short."""
         for placed in range(count):
-            if beside is not None and not self._leaves_room(actor, beside):
-                return placed
             node = max((i for i in range(len(self._cpus)) if not self._short(i, actor)), key=self._room, default=None)
             if node is None:
                 short = [self._short(i, actor) for i in range(len(self._cpus))]
                 self.binding = next((s for s in ("GPU", "CPU", "memory") if s in short), "resource")
                 return placed
+            before = self._cpus[node], self._memory[node], list(self._gpus[node])
             self._cpus[node] -= actor.cpus
             self._memory[node] -= self._each
             self._take_gpus(node, actor.gpus)
+            if beside is not None and all(self._short(i, beside) for i in range(len(self._cpus))):
+                self._cpus[node], self._memory[node], self._gpus[node] = before
+                return placed
         return count
 
     def _room(self, node: int) -> float:
@@ -259,8 +262,9 @@ def _auto_scorers(nodes: Sequence[Node], client: _Actor, scorer: _Actor, demand:
         wanted = round(capacity * ratio / (1 + ratio))
     else:
         wanted = min(cores, capacity // 2)
-    # One place is left to a client, and more scorers than models in a round have nothing to do.
-    return max(1, min(wanted, capacity - 1, max(demand.cohort, 1)))
+    # More scorers than models in a round have nothing to do, and room for a client is left.
+    wanted = min(wanted, demand.cohort)
+    return max(1, _Packing(nodes, memory).place(scorer, wanted, beside=client))
 
 
 def _share(cpus: float, gpus: Fraction) -> str:

@@ -1,0 +1,215 @@
+"""The pool's logic over a deterministic fake: no process, no clock, no chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from raysim.errors import RunError
+from raysim.execution.ray_pool import (
+    ActorLost,
+    Done,
+    InputLost,
+    Pool,
+    Unit,
+    UnitFailed,
+    run_until_done,
+    wait_until_started,
+)
+
+
+class FakeBackend:
+    """Everything submitted is ready at the next wait, in the order of a given choice; outcomes follow a script."""
+
+    def __init__(self, script: Callable[[str, Unit], Any] | None = None, order: Callable[[list], list] = list) -> None:
+        self.script = script or (lambda slot, unit: (slot, unit.key, unit.attempt))
+        self.order = order
+        self.now = 0.0
+        self.refs: dict[int, tuple] = {}
+        self.log: list[tuple] = []
+        self.hanging: set[int] = set()
+        self.pids = 100
+        self.bad_starts: dict[str, int] = {}
+
+    def clock(self) -> float:
+        return self.now
+
+    def _ref(self, *content: Any) -> int:
+        ref = len(self.refs)
+        self.refs[ref] = content
+        return ref
+
+    def start(self, slot: str, generation: int) -> int:
+        self.log.append(("start", slot, generation))
+        return self._ref("start", slot)
+
+    def submit(self, slot: str, unit: Unit) -> int:
+        self.log.append(("submit", slot, unit.kind, unit.key, unit.attempt))
+        return self._ref("unit", slot, unit)
+
+    def wait(self, refs: Sequence[int], timeout_s: float) -> list[int]:
+        self.now += 1.0
+        return self.order([ref for ref in refs if ref not in self.hanging])
+
+    def result(self, ref: int) -> Any:
+        kind, slot, *rest = self.refs[ref]
+        if kind == "start":
+            if self.bad_starts.get(slot, 0) > 0:
+                self.bad_starts[slot] -= 1
+                raise ActorLost("no memory")
+            self.pids += 1
+            return self.pids, "node"
+        value = self.script(slot, rest[0])
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def kill(self, slot: str) -> None:
+        self.log.append(("kill", slot))
+
+
+def started(backend: FakeBackend, count: int = 2, **fields: Any) -> Pool:
+    pool = Pool("client", [f"client-{i}" for i in range(count)], backend, clock=backend.clock, **fields)
+    pool.start()
+    wait_until_started([pool], backend)
+    return pool
+
+
+def run(pool: Pool, backend: FakeBackend, units: Sequence[Unit]) -> dict[int, Done]:
+    done: dict[int, Done] = {}
+    for unit in units:
+        pool.put(unit)
+    run_until_done([pool], backend, lambda d: done.__setitem__(d.unit.key, d))
+    return done
+
+
+def units(*costs: float) -> list[Unit]:
+    return [Unit("train", key, cost=cost) for key, cost in enumerate(costs)]
+
+
+@pytest.mark.parametrize("order", [list, lambda refs: refs[::-1], lambda refs: refs[:1]])
+def test_every_unit_ends_once_whatever_the_order(order):
+    backend = FakeBackend(order=order)
+    done = run(started(backend, 3), backend, units(*range(10)))
+    assert sorted(done) == list(range(10))
+    assert sum(entry[0] == "submit" for entry in backend.log) == 10
+
+
+def test_largest_first_and_one_in_flight_per_actor():
+    backend = FakeBackend()
+    run(started(backend), backend, units(1, 5, 3, 4))
+    assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [1, 3, 2, 0]
+
+
+def test_equal_units_go_first_in_first_out_and_back_to_the_actor_they_had():
+    backend = FakeBackend()
+    pool = started(backend)
+    run(pool, backend, units(1, 1))
+    backend.log.clear()
+    run(pool, backend, list(reversed(units(1, 1))))
+    assert {entry[3]: entry[1] for entry in backend.log} == {0: "client-0", 1: "client-1"}
+
+
+def test_a_unit_of_a_dead_actor_is_run_again_by_whoever_is_free():
+    def die_once(slot, unit):
+        return ActorLost("killed") if unit.key == 0 and unit.attempt == 1 else (slot, unit.attempt)
+
+    backend = FakeBackend(die_once)
+    pool = started(backend)
+    done = run(pool, backend, units(9, 1, 1))
+    assert done[0].value[1] == 2
+    assert done[0].place.attempt == 2
+    assert done[0].error is None
+    assert pool.retried == 1
+    assert ("kill", "client-0") in backend.log
+    assert ("start", "client-0", 2) in backend.log
+    wait_until_started([pool], backend)
+    assert sorted(place.actor for place in pool.places()) == ["client-0.2", "client-1"]
+
+
+def test_after_the_last_retry_the_unit_fails_and_the_others_do_not():
+    backend = FakeBackend(lambda slot, unit: ActorLost("killed") if unit.key == 0 else unit.key)
+    done = run(started(backend, retries=2), backend, units(1, 1))
+    assert isinstance(done[0].error, ActorLost)
+    assert done[0].unit.attempt == 3
+    assert done[1].value == 1
+
+
+def test_an_error_of_the_unit_itself_is_not_run_again():
+    backend = FakeBackend(lambda slot, unit: UnitFailed("ValueError: no") if unit.key == 0 else unit.key)
+    pool = started(backend)
+    done = run(pool, backend, units(1, 1))
+    assert str(done[0].error) == "ValueError: no"
+    assert (pool.retried, done[1].value) == (0, 1)
+
+
+def test_lost_input_is_handed_back():
+    backend = FakeBackend(lambda slot, unit: InputLost("node died"))
+    assert isinstance(run(started(backend), backend, units(1))[0].error, InputLost)
+
+
+def test_a_unit_that_runs_over_its_time_ends_and_its_actor_is_replaced():
+    backend = FakeBackend()
+    pool = started(backend, 1)
+    pool.put(Unit("train", 0, timeout_s=5.0))
+    pool.dispatch()
+    backend.hanging = set(pool.refs)
+    done = []
+    run_until_done([pool], backend, done.append)
+    assert isinstance(done[0].error, TimeoutError)
+    assert "5 s" in str(done[0].error)
+    assert ("start", "client-0", 2) in backend.log
+
+
+def test_pinned_units_wait_for_their_own_actor_even_after_it_died():
+    def die_once(slot, unit):
+        return ActorLost("killed") if unit.key == 1 and unit.attempt == 1 else slot
+
+    backend = FakeBackend(die_once)
+    pool = started(backend, 3)
+    pinned = [Unit("train", k, home=f"client-{k}", pinned=True, cost=k) for k in range(3)]
+    done = run(pool, backend, pinned)
+    assert {key: d.value for key, d in done.items()} == {0: "client-0", 1: "client-1", 2: "client-2"}
+
+
+def test_an_actor_that_never_starts_ends_the_run():
+    backend = FakeBackend()
+    pool = Pool("scorer", ["scorer-0"], backend, start_timeout_s=10, clock=backend.clock)
+    pool.start()
+    backend.hanging = set(pool.refs)
+    with pytest.raises(RunError, match=r"scorer-0 did not start within 10 s.*resource_timeout_s"):
+        wait_until_started([pool], backend)
+
+
+def test_an_actor_that_dies_at_every_start_ends_the_run():
+    backend = FakeBackend()
+    backend.bad_starts = {"client-0": 9}
+    pool = Pool("client", ["client-0"], backend, retries=2, clock=backend.clock)
+    pool.start()
+    with pytest.raises(RunError, match="died 3 times while starting: no memory"):
+        wait_until_started([pool], backend)
+    backend.bad_starts = {"client-0": 1}
+    wait_until_started([started(backend, 1)], backend)
+
+
+def test_two_pools_work_together_and_busy_time_is_counted():
+    backend = FakeBackend()
+    clients, scorers = started(backend), Pool("scorer", ["scorer-0"], backend, clock=backend.clock)
+    scorers.start()
+    wait_until_started([scorers], backend)
+    scored = []
+
+    def handle(done: Done) -> None:
+        if done.unit.kind == "train":
+            scorers.put(Unit("score", done.unit.key))
+        else:
+            scored.append(done.unit.key)
+
+    for unit in units(3, 2, 1):
+        clients.put(unit)
+    run_until_done([clients, scorers], backend, handle)
+    assert sorted(scored) == [0, 1, 2]
+    assert clients.busy_seconds == 3.0, "each unit took one tick of the fake clock"
+    assert scorers.busy_seconds == 3.0

@@ -1,0 +1,141 @@
+"""The Ray executor: the same bits as `serial`, whatever the number of processes and whoever dies."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from runs import SIX_CLIENTS, KillOnLog, checksums, run
+
+import raysim
+from raysim.errors import ConfigError, RunError
+from raysim.simulation import sample_cohort
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory) -> raysim.RunRecord:
+    return run(tmp_path_factory.mktemp("serial"), "quickstart", backend="serial")
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("scorers", [1, 2])
+def test_equal_checksums_for_any_number_of_actors(tmp_path, serial, clients, scorers):
+    record = run(tmp_path, "q", f"execution.client_actors={clients}", f"execution.scorer_actors={scorers}")
+    assert checksums(record) == checksums(serial)
+    table = record.clients
+    assert len(table) == 50
+    assert len(set(table["pid"].to_pylist())) == clients
+    assert len(set(table["scorer_pid"].to_pylist())) == scorers
+    assert set(table["pid"].to_pylist()).isdisjoint(table["scorer_pid"].to_pylist())
+    serial_rows = serial.clients.select(["client_id", "score", "weight", "train_loss"]).to_pylist()
+    assert table.select(["client_id", "score", "weight", "train_loss"]).to_pylist() == serial_rows
+
+
+def test_equal_checksums_when_every_client_has_its_own_actor(tmp_path):
+    reference = run(tmp_path, "serial", *SIX_CLIENTS, backend="serial")
+    pool = run(tmp_path, "two", *SIX_CLIENTS, "execution.client_actors=2")
+    each = run(tmp_path, "each", *SIX_CLIENTS, "execution.client_actors=per_client")
+    assert checksums(reference) == checksums(pool) == checksums(each)
+    owners = set(zip(each.clients["client_id"].to_pylist(), each.clients["actor"].to_pylist(), strict=True))
+    assert owners == {(k, f"client-{k}") for k in range(6)}
+
+
+def test_equal_checksums_after_a_client_actor_and_a_scorer_were_killed(tmp_path, serial, monkeypatch):
+    """Each is killed while its unit runs; the sleep on the first attempt makes sure that it still does."""
+    trained, scored = sample_cohort(0, 2, 20, 10)[3], sample_cohort(0, 3, 20, 10)[5]
+    monkeypatch.setenv(
+        "RAYSIM_FAULT",
+        f"kind=sleep,seconds=60,client={trained},round=2,attempt=1;"
+        f"kind=sleep,seconds=60,client={scored},round=3,stage=score,attempt=1",
+    )
+    log = tmp_path / "killed" / "run.log"
+    killers = [
+        KillOnLog(log, rf"round 2 client {trained} train on \S+ pid (?P<pid>\d+) attempt 1"),
+        KillOnLog(log, rf"round 3 client {scored} score on \S+ pid (?P<pid>\d+) attempt 1"),
+    ]
+    record = run(tmp_path, "killed", "execution.client_actors=2", "execution.scorer_actors=2")
+    assert all(killer.killed for killer in killers)
+    assert checksums(record) == checksums(serial)
+    rows = {(r["round_num"], r["client_id"]): r for r in record.clients.to_pylist()}
+    assert (rows[2, trained]["attempt"], rows[2, trained]["status"]) == (2, "ok")
+    assert rows[2, trained]["pid"] != killers[0].killed
+    assert (rows[3, scored]["scorer_attempt"], rows[3, scored]["status"]) == (2, "ok")
+    assert record.rounds["retries"].to_pylist()[1:3] == [1, 1]
+
+
+def test_an_actor_killed_at_every_attempt_costs_one_client_not_the_run(tmp_path, monkeypatch):
+    client = sample_cohort(0, 1, 6, 6)[2]
+    monkeypatch.setenv("RAYSIM_FAULT", f"kind=kill,client={client},round=1")
+    record = run(tmp_path, "k", *SIX_CLIENTS, "execution.client_actors=2", "execution.retries=1", rounds=2)
+    rows = [r for r in record.clients.to_pylist() if r["client_id"] == client]
+    assert [r["status"] for r in rows] == ["failed", "ok"]
+    assert "actor died (2 attempts)" in rows[0]["reason"]
+    assert record.rounds["failed"].to_pylist() == [1, 0]
+
+
+def test_errors_and_time_outs_of_clients_are_recorded_and_the_round_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=raise,client=1,round=1;kind=sleep,seconds=300,client=4,round=1")
+    started = time.monotonic()
+    record = run(tmp_path, "e", *SIX_CLIENTS, "execution.client_actors=2", "client.timeout_s=4", rounds=2)
+    assert time.monotonic() - started < 60
+    rows = {(r["round_num"], r["client_id"]): r for r in record.clients.to_pylist()}
+    assert rows[1, 1]["status"] == "failed"
+    assert "RuntimeError: fault asked for: client 1, round 1, train" in rows[1, 1]["reason"]
+    assert rows[1, 4]["reason"] == "train: timed out after 4 s"
+    assert rows[2, 1]["status"] == rows[2, 4]["status"] == "ok"
+    log = (record.folder / "run.log").read_text()
+    assert log.count("Traceback (most recent call last)") <= 1 <= log.count("fault asked for")
+    assert sum(r["weight"] or 0 for (number, _), r in rows.items() if number == 1) == pytest.approx(1)
+
+
+def test_a_round_without_any_usable_update_ends_the_run_with_grouped_reasons(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=raise,round=2")
+    with pytest.raises(RunError, match=r"round 2: 0 usable updates.*6 x train: .*fault asked for|6 x|1 x train"):
+        run(tmp_path, "a", *SIX_CLIENTS, "execution.client_actors=2")
+    record = raysim.load(tmp_path / "a")
+    assert record.result["status"] == "failed"
+    assert record.rounds["round_num"].to_pylist() == [1], "the finished round is kept"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("execution.client.num_cpus=4", "execution.client.num_cpus: 4 asked for, but the cluster has 2"),
+        ("execution.client.num_gpus=1", "execution.client.num_gpus: 1 asked for, but the cluster has 0"),
+        ("execution.scorer.num_cpus=3", "execution.scorer.num_cpus: 3 asked for"),
+        ("execution.client_actors=per_client", "per_client needs 20 client actors"),
+    ],
+)
+def test_impossible_resources_are_an_error_at_once(tmp_path, override, message):
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, "r", override)
+    assert time.monotonic() - started < 10
+    assert not (tmp_path / "r").exists()
+
+
+def test_resources_that_others_hold_are_waited_for_with_a_limit(tmp_path):
+    import ray
+
+    @ray.remote(num_cpus=1.8)
+    class Holder:
+        def hold(self) -> None:
+            return None
+
+    holder = Holder.remote()
+    ray.get(holder.hold.remote())
+    try:
+        with pytest.raises(ConfigError, match=r"2 CPU needed, 0\.2 free.*after 2 s.*resource_timeout_s"):
+            run(tmp_path, "w", "execution.resource_timeout_s=2")
+    finally:
+        ray.kill(holder)
+
+
+def test_size_weights_need_no_scoring(tmp_path):
+    serial = run(tmp_path, "s", "weighting.name=size", rounds=2, backend="serial")
+    record = run(tmp_path, "r", "weighting.name=size", rounds=2)
+    assert checksums(record) == checksums(serial)
+    assert record.clients["score"].null_count == 20
+    assert record.rounds["scorer_utilisation"].null_count == 2

@@ -1,0 +1,45 @@
+"""What a process loads, read from its `sys.modules`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+HEAVY = ("torch", "ray", "pydantic", "pyarrow", "numpy")
+
+HELP = """
+import raysim.cli
+try:
+    raysim.cli.app(["--help"])
+except SystemExit as done:
+    assert done.code == 0
+"""
+
+
+def loaded(code: str, modules: Iterable[str], *arguments: str) -> list[str]:
+    """Which of the modules a fresh process has loaded after the code."""
+    code = f"import sys\n{code}\nprint('LOADED', *[name for name in {tuple(modules)} if name in sys.modules])"
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    *_, last = done.stdout.splitlines()
+    marker, *names = last.split()
+    assert marker == "LOADED"
+    return names
+
+
+def test_the_package_and_its_help_load_nothing_heavy():
+    assert loaded("import raysim", HEAVY) == []
+    assert loaded(HELP, HEAVY) == []
+
+
+def test_the_registries_load_neither_ray_nor_torchvision():
+    assert loaded("import raysim.algorithms, raysim.weighting", ("torch", "ray", "torchvision")) == ["torch"]
+
+
+def test_checking_a_serial_run_loads_no_ray(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{name: mlp}}\nexecution: {{backend: serial}}\noutput: {{dir: '{tmp_path}'}}\n")
+    check = f"import raysim.cli\nraysim.cli.app(['check', {str(file)!r}], standalone_mode=False)"
+    assert loaded(check, ("torch", "ray", "torchvision")) == ["torch"]
