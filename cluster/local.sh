@@ -56,19 +56,20 @@ alive_nodes() {
   done <"$pids"
 }
 
-# "PID START_TIME" of the nodes' processes: their sessions, and all descendants (a job's driver has a session of its own).
+# "PID START_TIME KIND" of the nodes' processes: their sessions and all descendants; KIND is `job` for the driver of a
+# submitted job, which has one of its own, else `node`.
 members() { # ROOT_PID...
-  local pid
+  local pid kind
   ps -eo pid=,ppid=,sid= | awk -v roots="$*" '
     BEGIN { n = split(roots, list, " "); for (i = 1; i <= n; i++) root[list[i]] = 1 }
-    { parent[$1] = $2; if ($1 in root || $3 in root) ours[$1] = 1 }
+    { parent[$1] = $2; session[$1] = $3; if ($1 in root || $3 in root) ours[$1] = 1 }
     END {
       do {
         grown = 0
         for (pid in parent) if (!(pid in ours) && parent[pid] in ours) { ours[pid] = 1; grown = 1 }
       } while (grown)
-      for (pid in ours) print pid
-    }' | while read -r pid; do echo "$pid $(start_time "$pid")"; done
+      for (pid in ours) print pid, (session[pid] in root ? "node" : "job")
+    }' | while read -r pid kind; do echo "$pid $(start_time "$pid") $kind"; done
 }
 
 check_settings() {
@@ -119,6 +120,9 @@ PYTHON
 launch() { # NAME OPTION...
   local name=$1 pid
   shift
+  # Told to end, a node waits this long for its work; a job is told as well, so this is enough.
+  RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-5}
+  export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
   # A folder per node: on a shared one, each node would unpack a job's files over those of the others.
   setsid ray start --block --log-color=false --disable-usage-stats --temp-dir="$dir/$name" \
     --num-gpus=0 --memory="$memory" --object-store-memory=$((object_store_mb * 1024 * 1024)) \
@@ -229,37 +233,42 @@ SUMMARY
 
 # End the nodes that were started here, with all their processes: TERM, then KILL for what is left after a while.
 end_all() {
-  local nodes roots processes name pid started deadline left=()
-  nodes=$(alive_nodes | tac) # Workers first: a raylet that loses its head waits for it.
+  local nodes roots processes left
+  nodes=$(alive_nodes)
   roots=$(awk '{ print $2 }' <<<"$nodes")
   # shellcheck disable=SC2086 # a list of numbers
   processes=$(members $roots)
-  while read -r name pid started; do
-    [[ -z $name ]] || kill -TERM "$pid" 2>/dev/null || true
-  done <<<"$nodes"
-  deadline=$((SECONDS + stop_timeout_s))
-  while ((SECONDS < deadline)) && any_alive "$processes"; do sleep 0.3; done
-  # What was begun in the meantime, too.
+  signal TERM "$(grep job <<<"$processes")"
+  signal TERM "$(cut -d ' ' -f 2- <<<"$nodes")"
+  await_ended "$processes" "$stop_timeout_s"
+  # What has been begun in the meantime, too.
   # shellcheck disable=SC2086
   processes+=$'\n'$(members $roots)
-  while read -r pid started; do
-    if is_alive "${pid:-0}" "${started:-}"; then kill -KILL "$pid" 2>/dev/null || true; fi
-  done <<<"$processes"
-  deadline=$((SECONDS + 5))
-  while ((SECONDS < deadline)) && any_alive "$processes"; do sleep 0.1; done
-  while read -r pid started; do
-    if is_alive "${pid:-0}" "${started:-}"; then left+=("$pid"); fi
-  done <<<"$processes"
-  ((${#left[@]} == 0)) || die "these processes do not end: ${left[*]}"
+  signal KILL "$processes"
+  await_ended "$processes" 5
+  left=$(still_alive "$processes")
+  [[ -z $left ]] || die "these processes do not end: ${left//$'\n'/ }"
   rm -f "$pids"
 }
 
-any_alive() { # "PID START_TIME" LINES
+# These take lines of "PID START_TIME ...", as `members` prints them.
+still_alive() { # LINES
   local pid started
-  while read -r pid started; do
-    if is_alive "${pid:-0}" "${started:-}"; then return 0; fi
+  while read -r pid started _; do
+    if [[ -n $pid ]] && is_alive "$pid" "$started"; then echo "$pid"; fi
   done <<<"$1"
-  return 1
+}
+
+signal() { # NAME LINES
+  local pid
+  for pid in $(still_alive "$2"); do
+    kill "-$1" "$pid" 2>/dev/null || true
+  done
+}
+
+await_ended() { # LINES SECONDS
+  local deadline=$((SECONDS + $2))
+  while ((SECONDS < deadline)) && [[ -n $(still_alive "$1") ]]; do sleep 0.3; done
 }
 
 stop() {

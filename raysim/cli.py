@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,9 +62,9 @@ def run(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> 
         from raysim.simulation import run as run_config
 
         config = load_config(file, overrides or [])
-        console = Console(stderr=True)
-        console.print(_headline(config), soft_wrap=True, highlight=False)
-        record = run_config(config, progress=make_progress(config.rounds, console), command=sys.argv)
+        typer.echo(_headline(config), err=True)
+        progress = make_progress(config.rounds, Console(stderr=True))
+        record = run_config(config, progress=progress, command=sys.argv)
         _print_summary(record)
 
 
@@ -82,7 +83,7 @@ def check(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -
         setup, sizes = prepared.setup, prepared.setup.partition.sizes
         typer.echo(_headline(config))
         typer.echo(
-            f"data: {config.data.name}, {len(setup.train)} training, {len(setup.validation)} validation and "
+            f"data: {config.data.name}, {sizes.sum()} training, {len(setup.validation)} validation and "
             f"{len(setup.test)} test images of {' x '.join(map(str, setup.train.images.shape[1:]))}, "
             f"{len(prepared.class_names)} classes"
         )
@@ -121,7 +122,7 @@ def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
         data = prepare_data(config)
         config.output.dir.mkdir(parents=True, exist_ok=True)
         path = config.output.dir / f"{config.name}.partition.parquet"
-        data.partition.write(path)
+        data.partition.write(path, labels=data.dataset.train.labels)
         draw_partition(data.class_counts, data.dataset.class_names, path.with_suffix(".png"))
         for note in data.notes:
             typer.echo(f"note: {note}")
@@ -149,7 +150,7 @@ def _explained(debug: bool) -> Iterator[None]:
         yield
     except RaysimError as error:
         if debug:
-            raise
+            traceback.print_exc()
         problems = error.problems if isinstance(error, ConfigError) else (str(error),)
         if len(problems) > 1:
             typer.echo(f"raysim: {len(problems)} problems", err=True)
@@ -164,10 +165,9 @@ def _explained(debug: bool) -> Iterator[None]:
         raise typer.Exit(143) from None
     except Exception as error:
         if debug:
-            raise
-        typer.echo(
-            f"raysim: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", err=True
-        )
+            traceback.print_exc()
+        hint = "" if debug else " (run again with --debug for the traceback)"
+        typer.echo(f"raysim: unexpected {type(error).__name__}: {error}{hint}", err=True)
         raise typer.Exit(3) from None
 
 
@@ -229,6 +229,11 @@ def _partition_table(class_counts: Any) -> Any:
 def _print_summary(record: RunRecord) -> None:
     from rich.console import Console
 
+    from raysim.recording.figures import draw_partition, draw_run
     from raysim.recording.progress import summary_table
 
+    counts, folder = record.class_counts, record.folder
+    draw_partition(counts, record.class_names, folder / "partition.png")
+    if record.result["rounds_done"]:
+        draw_run(folder, folder / "run.png", class_counts=counts)
     Console().print(summary_table(record.round_records, folder=record.folder))

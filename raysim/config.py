@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import math
@@ -196,10 +197,15 @@ def resolve(
         ConfigError: All problems.
     """
     try:
-        config = TypeAdapter(RunConfig).validate_json(json.dumps(values, default=str))
+        config = _validator().validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise ConfigError(_explain(error, values, places or {}, source)) from None
     return _absolute(config, source)
+
+
+@functools.cache
+def _validator() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[KeyPath, str]]:

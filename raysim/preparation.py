@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,7 +33,6 @@ class Prepared:
         setup: What every process holds.
         population: All clients.
         initial: The state before round 1.
-        class_counts: [N, K], examples of each class at each client.
         class_names: Names of the classes.
         origin: Where the data came from.
         notes: What a user should know before the run begins.
@@ -43,7 +42,6 @@ class Prepared:
     setup: Setup
     population: Population
     initial: RoundState
-    class_counts: np.ndarray
     class_names: tuple[str, ...]
     origin: str
     notes: tuple[str, ...]
@@ -148,7 +146,6 @@ def prepare(config: RunConfig) -> Prepared:
         setup=setup,
         population=population,
         initial=RoundState(0, server, buffers),
-        class_counts=data.class_counts,
         class_names=dataset.class_names,
         origin=dataset.origin,
         notes=tuple(notes),
@@ -182,6 +179,5 @@ def _scoring_shards(config: RunConfig, validation: ImageSet) -> tuple[tuple[np.n
             f"scoring.shards: {count}, but the validation set of {len(validation)} images has only {len(batches)} batches of "
             f"{config.scoring.batch_size} (scoring.batch_size)"
         )
-    size = math.ceil(len(batches) / count)
-    cuts = [batches[start : start + size] for start in range(0, len(batches), size)]
-    return tuple(tuple(batch) for batch in (cuts + [[]] * (count - len(cuts))) if batch)
+    bounds = [shard * len(batches) // count for shard in range(count + 1)]
+    return tuple(tuple(batches[start:stop]) for start, stop in pairwise(bounds))

@@ -52,7 +52,7 @@ class Recorder:
         self._files: dict[int, ClientFile] = {}
         (self.folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
         setup = prepared.setup
-        setup.partition.write(self.folder / "partition.parquet")
+        setup.partition.write(self.folder / "partition.parquet", labels=setup.train.labels)
         manifest = build_manifest(
             command=command,
             started=started,

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 
 from raysim.algorithms.base import Cohort
@@ -69,6 +71,25 @@ class RunRecord:
     def partition(self) -> Partition:
         """Which client held which example."""
         return Partition.read(self.folder / "partition.parquet")
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Content of `manifest.json`: versions, hardware, resource plan, hashes."""
+        content: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        return content
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes 0..K-1."""
+        return tuple(self.manifest["data"]["class_names"])
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        """[N, K], training examples of each class at each client."""
+        table = pq.read_table(self.folder / "partition.parquet")
+        counts = np.zeros((self.partition.num_clients, len(self.class_names)), dtype=np.int64)
+        np.add.at(counts, (table["client"].to_numpy(), table["label"].to_numpy()), 1)
+        return counts
 
 
 def sample_cohort(seed: int, round_num: int, num_clients: int, size: int) -> list[int]:

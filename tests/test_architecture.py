@@ -128,8 +128,8 @@ def test_no_print_and_no_bare_except(module):
     for node in ast.walk(SOURCE[module]):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{module}:{node.lineno}: bare except"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "exit", "quit"):
-            assert module == "raysim.cli" and node.func.id == "print", f"{module}:{node.lineno}: {node.func.id}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("print", "exit", "quit"), f"{module}:{node.lineno}: {node.func.id}"
 
 
 @pytest.mark.parametrize("registry", [ALGORITHMS, WEIGHTINGS], ids=["algorithms", "weightings"])

@@ -51,6 +51,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path):
     assert manifest["partition"]["hash"] == record.partition.content_hash
     assert manifest["data"]["class_names"] == [str(k) for k in range(10)]
     assert raysim.load(record.folder).config == record.config
+    assert record.class_counts.sum(axis=1).tolist() == record.partition.sizes.tolist()
     weights = np.array([row["weight"] for row in clients(record)]).reshape(8, 10)
     np.testing.assert_allclose(weights.sum(axis=1), 1)
     assert all(row["status"] == "ok" and row["validation_loss"] > 0 for row in clients(record))

@@ -127,10 +127,11 @@ class Partition:
         cells = owners * num_classes + labels[self.indices]
         return np.bincount(cells, minlength=self.num_clients * num_classes).reshape(self.num_clients, num_classes)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, *, labels: np.ndarray | None = None) -> None:
         """Write a Parquet file, one row for each example (client int32, example int64); whole or not at all.
 
-        The schema's metadata holds the number of clients (some may have no row), the content hash, the scheme, tries
+        With `labels` of the whole training data there is a third column, label int64, for readers of the results. The
+        schema's metadata holds the number of clients (some may have no row), the content hash, the scheme, tries
         and repaired.
         """
         import pyarrow as pa
@@ -145,7 +146,11 @@ class Partition:
         }
         fields = [pa.field("client", pa.int32(), nullable=False), pa.field("example", pa.int64(), nullable=False)]
         owners = np.repeat(np.arange(self.num_clients, dtype=np.int32), self.sizes)
-        table = pa.table([owners, self.indices], schema=pa.schema(fields, metadata=metadata))
+        columns = [owners, self.indices]
+        if labels is not None:
+            fields.append(pa.field("label", pa.int64(), nullable=False))
+            columns.append(labels[self.indices])
+        table = pa.table(columns, schema=pa.schema(fields, metadata=metadata))
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with unfinished.open("wb") as file:

@@ -103,9 +103,10 @@ def wait_for_resources(plan: Plan, timeout_s: float) -> None:
     while short := _short(needed):
         if time.monotonic() > deadline:
             free = ray.available_resources()
+            lacking = ", ".join(f"{needed[name]:g} {name} needed, {free.get(name, 0):g} free" for name in short)
             raise ConfigError(
-                f"execution: {', '.join(f'{needed[k]:g} {k} needed, {free.get(k, 0):g} free' for k in short)} "
-                f"on the cluster after {timeout_s:g} s: other jobs hold the rest; ask for fewer actors, or raise execution.resource_timeout_s"
+                f"execution: {lacking} on the cluster after {timeout_s:g} s (execution.resource_timeout_s): other jobs hold the "
+                "rest; ask for fewer actors or wait longer"
             )
         if not told:
             logger.warning("waiting up to %g s for %s that other jobs hold", timeout_s, " and ".join(short))

@@ -163,9 +163,15 @@ def compare(root: str, scoring_batch: int, pairs: int, overrides: list[str]) -> 
                 if pair == 0:  # Warm-up of both.
                     continue
                 rows.append((ours, floor, record))
+                parts = {
+                    "train": record.train_s,
+                    "score tail": record.score_tail_s,
+                    "aggregate": record.aggregate_s,
+                    "evaluate": record.evaluate_s,
+                    "commit": record.commit_s,
+                }
                 print(
-                    f"  pair {pair}: raysim {ours:.2f} s (train {record.train_s:.2f}, score tail {record.score_tail_s:.2f}, "
-                    f"aggregate {record.aggregate_s:.3f}, evaluate {record.evaluate_s:.2f}, commit {record.commit_s:.3f}; clients busy "
+                    f"  pair {pair}: raysim {ours:.2f} s ({', '.join(f'{name} {s:.3f}' for name, s in parts.items())}; busy: clients "
                     f"{record.client_utilisation:.0%}, scorers {record.scorer_utilisation:.0%})  bare {floor:.2f} s  "
                     f"ratio {ours / floor:.3f}",
                     flush=True,

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/weightings.py --root /usr/share/datasets/fashion-mnist --out runs/weightings
 
-Fashion-MNIST, LeNet-5 with BatchNorm, Dirichlet 0.05, 100 clients, 10 per round, 30 rounds, two seeds. Runs that are finished in
-`--out` are not run again.
+Fashion-MNIST, LeNet-5 with BatchNorm, Dirichlet 0.05, 100 clients, 10 per round, 30 rounds, two seeds. Runs that are
+finished in `--out` are not run again.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_round_without_any_usable_update_ends_the_run_with_grouped_reasons(tmp
         ("execution.client.num_cpus=4", "execution.client.num_cpus: 4 asked for, but the cluster has 2"),
         ("execution.client.num_gpus=1", "execution.client.num_gpus: 1 asked for, but the cluster has 0"),
         ("execution.scorer.num_cpus=3", "execution.scorer.num_cpus: 3 asked for"),
-        ("execution.client_actors=per_client", "per_client needs 20 client actors"),
+        ("execution.client_actors=per_client", "per_client needs 20 x 0.5 CPU"),
     ],
 )
 def test_impossible_resources_are_an_error_at_once(tmp_path, override, message):
