@@ -82,6 +82,7 @@ check_settings() {
   [[ $dir == /* && $dir != *[[:space:]]* ]] || die "RAYSIM_CLUSTER_DIR should be an absolute path without spaces, got '$dir'"
   # Sockets lie in NODE/session_DATE_TIME_PID/sockets, and the system allows their paths 107 characters.
   ((${#dir} <= 38)) || die "RAYSIM_CLUSTER_DIR: '$dir' has ${#dir} characters, Ray's socket paths leave room for 38"
+  ((object_store_mb >= 75)) || die "RAYSIM_OBJECT_STORE_MB should be at least 75, which Ray demands, got $object_store_mb"
   [[ -d /proc/self ]] || die "needs Linux"
   for name in ray python3 setsid ps awk; do
     command -v "$name" >/dev/null || die "no '$name' on the PATH; activate the environment that raysim is installed in"
@@ -123,7 +124,7 @@ launch() { # NAME OPTION...
   # Told to end, a node waits this long for its work; a job is told as well, so this is enough.
   RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-5}
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
-  # A folder per node: on a shared one, each node would unpack a job's files over those of the others.
+  # A folder per node: in a common one, each node would unpack a job's files over those of the others.
   setsid ray start --block --log-color=false --disable-usage-stats --temp-dir="$dir/$name" \
     --num-gpus=0 --memory="$memory" --object-store-memory=$((object_store_mb * 1024 * 1024)) \
     --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0 "$@" \
@@ -233,17 +234,16 @@ SUMMARY
 
 # End the nodes that were started here, with all their processes: TERM, then KILL for what is left after a while.
 end_all() {
-  local nodes roots processes left
-  nodes=$(alive_nodes)
-  roots=$(awk '{ print $2 }' <<<"$nodes")
-  # shellcheck disable=SC2086 # a list of numbers
-  processes=$(members $roots)
+  local name pid started roots=() processes left
+  # Also the session of a node that has died, unless its number belongs to another process by now.
+  while read -r name pid started; do
+    if is_alive "$pid" "$started" || [[ ! -e /proc/$pid ]]; then roots+=("$pid"); fi
+  done <"$pids"
+  processes=$(members "${roots[@]}")
   signal TERM "$(grep job <<<"$processes")"
-  signal TERM "$(cut -d ' ' -f 2- <<<"$nodes")"
+  signal TERM "$(alive_nodes | cut -d ' ' -f 2-)"
   await_ended "$processes" "$stop_timeout_s"
-  # What has been begun in the meantime, too.
-  # shellcheck disable=SC2086
-  processes+=$'\n'$(members $roots)
+  processes+=$'\n'$(members "${roots[@]}") # What has been begun in the meantime, too.
   signal KILL "$processes"
   await_ended "$processes" 5
   left=$(still_alive "$processes")
@@ -284,7 +284,7 @@ stop() {
 }
 
 status() {
-  local name pid started running=0
+  local name pid started running=0 ended=0
   check_settings
   [[ -e $pids ]] || die "no cluster was started in $dir"
   while read -r name pid started; do
@@ -293,12 +293,14 @@ status() {
       running=$((running + 1))
     else
       echo "$name: ended, see $dir/$name.log"
+      ended=$((ended + 1))
     fi
   done <"$pids"
   ((running)) || die "no node is running"
   RAY_AUTH_MODE=$(authentication)
   export RAY_AUTH_MODE
-  list_nodes "$(wc -l <"$pids")" 5
+  list_nodes "$running" 5
+  ((!ended)) || die "$ended of $((running + ended)) nodes have ended"
   echo "  dashboard $url, ray address $(cat "$dir/head/ray_current_cluster")"
 }
 

@@ -44,12 +44,13 @@ def no_leaked_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """One local Ray of two CPUs for all tests that need one."""
+    """One local Ray of two CPUs and two GPUs that exist in its books only, for all tests that need one."""
     import ray
 
     ray.init(
         address="local",
         num_cpus=2,
+        num_gpus=2,
         include_dashboard=False,
         object_store_memory=300 * 2**20,
         log_to_driver=False,

@@ -28,10 +28,20 @@ SIX_CLIENTS = [
 
 def run(folder: Path, name: str, *overrides: str, rounds: int = 5, backend: str = "ray") -> raysim.RunRecord:
     """The quickstart with overrides, in `folder/name`."""
-    return raysim.run(
-        QUICKSTART,
-        [f"output.dir={folder}", f"name={name}", f"rounds={rounds}", f"execution.backend={backend}", *overrides],
-    )
+    return raysim.run(QUICKSTART, settings(folder, name, *overrides, rounds=rounds, backend=backend))
+
+
+def settings(folder: Path, name: str, *overrides: str, rounds: int = 5, backend: str = "ray") -> list[str]:
+    """Overrides of the quickstart; without GPUs unless asked for, as the tests' Ray has some in its books only."""
+    return [
+        f"output.dir={folder}",
+        f"name={name}",
+        f"rounds={rounds}",
+        f"execution.backend={backend}",
+        "execution.client.num_gpus=0",
+        "execution.scorer.num_gpus=0",
+        *overrides,
+    ]
 
 
 def checksums(record: raysim.RunRecord) -> list[dict[str, Any]]:

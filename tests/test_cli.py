@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import raysim
 from raysim.cli import app
 from raysim.data.partition import Partition
-from raysim.errors import RunError
+from raysim.errors import ConfigError, RunError
 from raysim.execution.work import train_client
 
 TINY = """\
@@ -64,6 +64,13 @@ def call(*arguments: object):
 def process(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raysim", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    return run
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -142,6 +149,13 @@ def test_several_mistakes_are_counted_and_listed(file):
     assert first == "raysim: 3 problems"
     assert [line.split(": ")[1] for line in rest] == ["rounds", "partition.alpha", "client.local_epoch"]
     assert all(line.startswith("  command line: ") for line in rest)
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError("execution: taken"), 2), (KeyboardInterrupt(), 130)])
+def test_what_ends_a_run_before_its_first_round_leaves_no_folder(file, tmp_path, monkeypatch, error, status):
+    monkeypatch.setattr("raysim.simulation.make_executor", fail(error))
+    assert call("run", file).exit_code == status
+    assert not (tmp_path / "runs" / "tiny").exists()
 
 
 def test_a_wrong_fault_is_explained(file, monkeypatch):
@@ -245,7 +259,7 @@ def test_a_run_leaves_all_its_files(finished):
     assert result["final"]["round"] == 2
     manifest = json.loads((finished / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["plan"]["backend"] == "serial"
-    for name in ("config.yaml", "partition.parquet", "run.log"):
+    for name in ("config.yaml", "partition.parquet", "partition.png", "run.png", "run.log"):
         assert (finished / name).stat().st_size > 0, name
     for name in ("rounds", "clients", "tensorboard", "checkpoints"):
         assert any((finished / name).iterdir()), name
@@ -279,13 +293,6 @@ def test_the_stored_configuration_repeats_the_run(finished, tmp_path):
 
 
 # ---- errors and interruptions ----
-
-
-def fail(error: BaseException):
-    def run(*_: object, **__: object) -> None:
-        raise error
-
-    return run
 
 
 @pytest.mark.parametrize(

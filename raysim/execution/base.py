@@ -44,7 +44,7 @@ def gpu_share(value: float | str) -> Fraction | None:
         raise ValueError(f"num_gpus must be auto, a whole number or 1/k, got {value!r}") from None
     if exact >= 0 and exact.denominator == 1:
         return exact
-    if 0 < exact < 1:
+    if Fraction(1, 10_000) <= exact < 1:  # Ray counts GPUs in steps of 1/10000.
         nearest = Fraction(1, round(1 / exact))
         # 0.3333 stands for 1/3, 0.3 does not.
         if abs(exact - nearest) <= Fraction(1, 10_000):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -62,6 +64,7 @@ class RayBackend:
         self._plan = plan
         self._setup_ref = setup_ref
         self._group = group
+        self._run_id = uuid.uuid4().hex[:8]
         self._actors: dict[str, Any] = {}
         self._vectors: dict[Ref, tuple[Any, Any]] = {}
 
@@ -69,7 +72,7 @@ class RayBackend:
         """Begin to create an actor: `client-3` or `scorer-0`."""
         role, _, index = slot.partition("-")
         plan = self._plan
-        options: dict[str, Any] = {"name": f"{slot}.{generation}"}
+        options: dict[str, Any] = {"name": f"raysim/{self._run_id}/{slot}.{generation}"}
         if role == "scorer":
             options |= {"num_cpus": plan.scorer_cpus, "num_gpus": _ray_gpus(plan.scorer_gpus)}
             if self._group is not None:
@@ -100,7 +103,8 @@ class RayBackend:
     def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
         """All that are ready, after at least one is or the time is over; nothing is fetched to the driver."""
         refs = list(refs)
-        ready, _ = ray.wait(refs, num_returns=1, timeout=timeout_s, fetch_local=False)
+        with _signals_heard():
+            ready, _ = ray.wait(refs, num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready and len(refs) > 1:
             ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return list(ready)
@@ -109,7 +113,8 @@ class RayBackend:
         """The value; for training the report with the references of update and state."""
         vectors = self._vectors.pop(ref, None)
         try:
-            value = ray.get(ref)
+            with _signals_heard():
+                value = ray.get(ref)
         except RayTaskError as error:
             raise UnitFailed(str(error)) from None
         except (ActorDiedError, ActorUnavailableError, WorkerCrashedError, NodeDiedError, OutOfMemoryError) as error:
@@ -186,7 +191,9 @@ class RayExecutor:
         if not bundle:
             return None
         group = placement_group([bundle] * plan.scorer_actors, strategy="SPREAD")
-        if not group.wait(self._settings.resource_timeout_s):
+        with _signals_heard():
+            reserved = group.wait(self._settings.resource_timeout_s)
+        if not reserved:
             remove_placement_group(group)
             raise ConfigError(
                 f"execution.scorer_actors: {plan.scorer_actors} x {bundle} could not be reserved within "
@@ -204,7 +211,7 @@ class RayExecutor:
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums on the driver, one update in memory at a time."""
-        return sum_updates([o.position for o in outcomes], lambda i: ray.get(outcomes[i].update), coefficients)
+        return sum_updates([o.position for o in outcomes], lambda i: self.fetch(outcomes[i].update), coefficients)
 
     def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
         """Metrics on the test set, its shards spread over the scorers."""
@@ -226,7 +233,8 @@ class RayExecutor:
 
     def fetch(self, handle: Any) -> Any:
         """The object behind a reference."""
-        return ray.get(handle)
+        with _signals_heard():
+            return ray.get(handle)
 
     def store(self, state: Packed) -> Any:
         """A reference to a client's state."""
@@ -362,6 +370,15 @@ class _CohortRun:
             reason = str(done.error)
         logger.warning("%s failed in %s: %s", done.unit.label, done.unit.kind, reason)
         outcome.drop("failed", f"{done.unit.kind}: {reason}")
+
+
+@contextmanager
+def _signals_heard() -> Iterator[None]:
+    """Let through what a signal handler raised; Ray's C code makes a SystemError of it, with the exception as the cause."""
+    try:
+        yield
+    except SystemError as error:
+        raise error.__cause__ or error from None
 
 
 def _share(spent: float, available: float) -> float | None:

@@ -51,9 +51,12 @@ def local_nodes(settings: ExecutionSettings) -> list[Node]:
 
 
 def _available_memory() -> float:
-    """Bytes that processes can still get: what is free, and what only caches files."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = {name: size for name, _, size in (line.partition(":") for line in lines)}
+    """Bytes that processes can still get: what is free or only caches files; on systems that do not say, all memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    sizes = dict(line.split(":") for line in lines)
     return 1024.0 * int(sizes["MemAvailable"].split()[0])
 
 

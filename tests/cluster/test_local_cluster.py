@@ -151,6 +151,7 @@ def test_taken_port_is_named_with_its_variable(unused: Cluster, variable: str) -
     ("variable", "value", "message"),
     [
         ("RAYSIM_WORKERS", "two", "positive whole number, got 'two'"),
+        ("RAYSIM_OBJECT_STORE_MB", "10", "at least 75"),
         ("RAYSIM_CLUSTER_DIR", "cluster", "absolute path without spaces, got 'cluster'"),
         ("RAYSIM_CLUSTER_DIR", "/tmp/" + "x" * 40, "Ray's socket paths leave room for 38"),
     ],
@@ -219,7 +220,7 @@ def test_wrong_configuration_fails_the_job_with_its_message(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stop_ends_a_running_job_and_nothing_else(unused: Cluster) -> None:
-    """Here without a token; the bystander is a process of the same user that names the folder, and no part of the cluster."""
+    """Here without a token. The bystander names the cluster's folder and is no part of it."""
     started = unused.script("start")
     assert started.returncode == 0, started.stdout
     assert "\n  ray job submit" in started.stdout
@@ -242,7 +243,9 @@ def test_stop_ends_a_running_job_and_nothing_else(unused: Cluster) -> None:
             assert time.monotonic() < deadline, "no round within 120 s"
             assert running.poll() is None
             time.sleep(0.2)
-        with subprocess.Popen(["sleep", "300"], cwd=unused.folder) as bystander:
+        with subprocess.Popen(
+            ["tail", "-f", str(unused.folder / "ray" / "head.log")], stdout=subprocess.DEVNULL
+        ) as bystander:
             stopped = unused.script("stop")
             assert bystander.poll() is None
             bystander.kill()
@@ -253,3 +256,6 @@ def test_stop_ends_a_running_job_and_nothing_else(unused: Cluster) -> None:
     assert "stopped 3 nodes" in stopped.stdout
     assert unused.processes() == []
     assert unused.script("status").returncode == 1
+    result = json.loads((results / "quickstart" / "result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert 1 <= result["rounds_done"] < 1000

@@ -249,12 +249,12 @@ def test_halves_of_two_gpus():
 
 def test_a_third_and_a_half_do_not_straddle_devices():
     plan = make_plan(
-        execution(ActorSettings(num_gpus="1/2"), ActorSettings(num_gpus="1/3"), scorer_actors=2),
+        execution(ActorSettings(num_gpus="1/2"), ActorSettings(num_gpus="1/3"), scorer_actors=3),
         [node(8, gpus=2)],
         demand(),
     )
-    # Both scorers on the first GPU, two clients on the second: 1/3 + 1/3 leave a third that no half fits in.
-    assert sizes(plan) == (2, 2)
+    # The scorers fill the first GPU and leave the second to the clients.
+    assert sizes(plan) == (2, 3)
 
 
 def test_whole_gpus_need_free_ones():
@@ -269,6 +269,7 @@ def test_whole_gpus_need_free_ones():
     [
         (1, 64, 10, 8),  # 20 actors wanted, at most 8 on a GPU
         (4, 64, 10, 5),  # 20 actors on 4 GPUs
+        (4, 64, 9, 5),  # 18 actors on 4 GPUs
         (8, 4, 10, 1),  # the CPUs hold 8 actors
         (1, 2, 10, 4),  # the CPUs hold 4 actors
         (2, 64, 1, 1),  # one client, one scorer

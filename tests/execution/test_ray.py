@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
+import numpy as np
 import pytest
-from runs import SIX_CLIENTS, KillOnLog, checksums, run
+from runs import QUICKSTART, SIX_CLIENTS, KillOnLog, checksums, run, settings
 
 import raysim
+from raysim.algorithms.base import Coefficients
+from raysim.config import load_config
 from raysim.errors import ConfigError, RunError
-from raysim.simulation import sample_cohort
+from raysim.execution.base import Broadcast, WorkItem
+from raysim.preparation import prepare
+from raysim.simulation import Silent, make_executor, sample_cohort
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -103,7 +109,7 @@ def test_a_round_without_any_usable_update_ends_the_run_with_grouped_reasons(tmp
     ("override", "message"),
     [
         ("execution.client.num_cpus=4", "execution.client.num_cpus: 4 asked for, but the cluster has 2"),
-        ("execution.client.num_gpus=1", "execution.client.num_gpus: 1 asked for, but the cluster has 0"),
+        ("execution.client.num_gpus=3", "execution.client.num_gpus: 3 asked for, but the cluster has 2"),
         ("execution.scorer.num_cpus=3", "execution.scorer.num_cpus: 3 asked for"),
         ("execution.client_actors=per_client", "per_client needs 20 x 0.5 CPU"),
     ],
@@ -131,6 +137,40 @@ def test_resources_that_others_hold_are_waited_for_with_a_limit(tmp_path):
             run(tmp_path, "w", "execution.resource_timeout_s=2")
     finally:
         ray.kill(holder)
+
+
+def test_updates_stay_away_from_the_driver_until_they_are_summed_one_at_a_time(tmp_path, monkeypatch):
+    """LeNet-5's update is 178 kB, above Ray's inline limit of 100 kB."""
+    import ray
+
+    fetched = []
+
+    def get(ref, **options):
+        fetched.append(real(ref, **options))
+        return fetched[-1]
+
+    real = ray.get
+    monkeypatch.setattr(ray, "get", get)
+    prepared = prepare(load_config(QUICKSTART, settings(tmp_path, "u", *SIX_CLIENTS, "execution.client_actors=2")))
+    state = prepared.initial
+    items = [WorkItem(k, k, None, prepared.population.num_examples[k]) for k in range(6)]
+    with contextlib.closing(make_executor(prepared, Silent())) as executor:
+        outcomes, _, _ = executor.run_cohort(Broadcast.of(1, state.server, state.buffers), items, Silent())
+        assert [outcome.status for outcome in outcomes] == ["ok"] * 6
+        assert not [value for value in fetched if isinstance(value, dict) and "delta" in value]
+        executor.sums(outcomes, {"delta": Coefficients(np.full(6, 1 / 6))})
+        assert len([value for value in fetched if isinstance(value, dict) and "delta" in value]) == 6
+
+
+def test_fractional_gpus_are_shared_in_equal_parts(tmp_path):
+    """Two GPUs in Ray's books for 2 clients and 2 scorers; without CUDA the actors compute on the CPU."""
+    overrides = ("execution.client.num_gpus=auto", "execution.scorer.num_gpus=auto", "execution.scorer_actors=2")
+    record = run(tmp_path, "g", *SIX_CLIENTS, "client.per_round=2", *overrides, rounds=1)
+    plan = record.manifest["plan"]
+    assert plan["client_actors"] == 2
+    assert plan["client"]["num_gpus"] == plan["scorer"]["num_gpus"] == "1/2"
+    serial = run(tmp_path, "s", *SIX_CLIENTS, "client.per_round=2", rounds=1, backend="serial")
+    assert checksums(record) == checksums(serial)
 
 
 def test_size_weights_need_no_scoring(tmp_path):

@@ -67,7 +67,7 @@ def test_gpu_shares(text, share):
     assert str(gpu_share(text)) == str(share)
 
 
-@pytest.mark.parametrize("value", [0.3, 0.667, 1.5, -1, "x", "1/0"])
+@pytest.mark.parametrize("value", [0.3, 0.667, 1.5, -1, "x", "1/0", 1e-9])
 def test_impossible_gpu_shares(value):
     with pytest.raises(ValueError, match="auto, a whole number or 1/k"):
         gpu_share(value)
