@@ -23,7 +23,7 @@ from raysim.config import RunConfig, load_config
 from raysim.data.partition import Partition
 from raysim.errors import ConfigError, RunError
 from raysim.execution.base import Broadcast, Executor, Observer, Outcome, WorkItem
-from raysim.execution.work import BUFFER_FLOATS, BUFFER_INTS
+from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder, RoundResult
 from raysim.recording.progress import Progress
@@ -31,7 +31,7 @@ from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
 from raysim.recording.tables import read_table
 from raysim.seeding import Purpose, rng_for
-from raysim.state import Buffers, RoundState, as_tensor
+from raysim.state import Buffers, RoundState
 
 logger = logging.getLogger("raysim")
 
@@ -111,9 +111,6 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     outcomes, reference, use = executor.run_cohort(
         Broadcast.of(round_num, state.server, state.buffers), trainable, observer
     )
-    for outcome in outcomes:
-        if outcome.status == "ok" and outcome.train is not None and outcome.train.scalars["num_steps"] == 0:
-            outcome.drop("skipped", "took no step: too few examples for a batch")
     _check_enough(prepared, round_num, outcomes)
 
     started = time.perf_counter()
@@ -130,7 +127,7 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
             dtype=state.server.params.dtype,
         )
         server = setup.algorithm.server_update(state.server, cohort)
-        buffers = mean_buffers(cohort, state.buffers, executor, usable)
+        buffers = mean_buffers(cohort, state.buffers, usable)
         if not torch.isfinite(server.params).all():
             raise RunError(f"round {round_num}: the server's step made the global model non-finite; it is not deployed")
     changed = {o.client_id: o for o in usable if o.state is not None}
@@ -146,7 +143,7 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     return RoundResult(after, complete, weights, use, time.perf_counter() - started)
 
 
-def mean_buffers(cohort: Cohort[Any], buffers: Buffers, executor: Executor, usable: Sequence[Outcome]) -> Buffers:
+def mean_buffers(cohort: Cohort[Any], buffers: Buffers, usable: Sequence[Outcome]) -> Buffers:
     """Buffers of the new global model: the weighted mean of the clients' floats, the maximum of their integers.
 
     Only the client weights apply, and nothing of the algorithm: momentum on a running variance makes it negative.
@@ -154,11 +151,8 @@ def mean_buffers(cohort: Cohort[Any], buffers: Buffers, executor: Executor, usab
     floats = buffers.floats
     if len(floats):
         floats = cohort.sums(**{BUFFER_FLOATS: cohort.weights.client})[BUFFER_FLOATS]
-    ints = buffers.ints
-    if len(ints):
-        for outcome in usable:
-            ints = torch.maximum(ints, as_tensor(executor.fetch(outcome.update)[BUFFER_INTS]))
-    return Buffers(floats, ints)
+    ints = np.max([outcome.train.buffer_ints for outcome in usable if outcome.train is not None], axis=0)
+    return Buffers(floats, torch.from_numpy(ints))
 
 
 def run(

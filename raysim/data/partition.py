@@ -62,9 +62,9 @@ class PartitionSettings(Section):
 
     def __post_init__(self) -> None:
         if self.scheme == "file" and self.path is None:
-            raise ValueError("path is required with partition.scheme file")
+            raise ValueError("partition.path is required with partition.scheme file")
         if self.scheme != "file" and self.path is not None:
-            raise ValueError(f"path is only used with partition.scheme file, and the scheme is {self.scheme}")
+            raise ValueError(f"partition.path is only used with partition.scheme file, and the scheme is {self.scheme}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -250,12 +250,14 @@ class TrainReport:
 
     Attributes:
         scalars: The plain numbers of the update (num_examples, num_steps, loss, ...).
+        buffer_ints: int64 [I], the model's integer buffers after local work.
         nonfinite: Name of the first tensor of the update with a NaN or infinity, or None.
         state_checksum: Of the client's new state; None for stateless methods.
         seconds: Time the unit took in its process.
     """
 
     scalars: Mapping[str, float]
+    buffer_ints: np.ndarray
     nonfinite: str | None
     state_checksum: str | None
     seconds: float
@@ -312,9 +314,11 @@ class Outcome:
         self.finished = datetime.now(UTC)
 
     def check_update(self) -> None:
-        """Exclude the client if its update is not finite."""
+        """Take the client out if its update is not finite, or if there is none: without a step it learnt nothing."""
         if self.train is not None and self.train.nonfinite is not None:
             self.drop("excluded", f"non-finite update ({self.train.nonfinite})")
+        elif self.train is not None and self.train.scalars["num_steps"] == 0:
+            self.drop("skipped", "took no step: too few examples for a batch")
 
     def check_probe(self) -> None:
         """Exclude the client if its score is not finite, which weights could not survive."""

@@ -105,8 +105,8 @@ def wait_for_resources(plan: Plan, timeout_s: float) -> None:
             free = ray.available_resources()
             lacking = ", ".join(f"{needed[name]:g} {name} needed, {free.get(name, 0):g} free" for name in short)
             raise ConfigError(
-                f"execution: {lacking} on the cluster after {timeout_s:g} s (execution.resource_timeout_s): other jobs hold the "
-                "rest; ask for fewer actors or wait longer"
+                f"execution: {lacking} on the cluster after {timeout_s:g} s (execution.resource_timeout_s): other jobs hold "
+                "the rest; ask for fewer actors or wait longer"
             )
         if not told:
             logger.warning("waiting up to %g s for %s that other jobs hold", timeout_s, " and ".join(short))

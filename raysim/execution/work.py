@@ -94,6 +94,7 @@ def train_client(
     arrays[BUFFER_INTS] = bound.buffers.ints.cpu().numpy().copy()
     report = TrainReport(
         scalars={name: value.item() for name, value in values.items() if not value.ndim},
+        buffer_ints=arrays[BUFFER_INTS],
         nonfinite=_first_nonfinite_tensor(arrays, bound.layout),
         state_checksum=None if client is None else record_checksum(client),
         seconds=time.perf_counter() - started,

@@ -172,8 +172,8 @@ def compare(root: str, scoring_batch: int, pairs: int, overrides: list[str]) -> 
                 }
                 print(
                     f"  pair {pair}: raysim {ours:.2f} s ({', '.join(f'{name} {s:.3f}' for name, s in parts.items())}; "
-                    f"busy: clients {record.client_utilisation:.0%}, scorers {record.scorer_utilisation:.0%})  bare {floor:.2f} s  "
-                    f"ratio {ours / floor:.3f}",
+                    f"busy: clients {record.client_utilisation:.0%}, scorers {record.scorer_utilisation:.0%})  "
+                    f"bare {floor:.2f} s  ratio {ours / floor:.3f}",
                     flush=True,
                 )
     ratios = [ours / floor for ours, floor, _ in rows]
