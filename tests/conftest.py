@@ -5,8 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from raysim.data.arrays import ImageSet
+
+# On a busy machine an example may take long; a test has its own time limit.
+settings.register_profile("raysim", deadline=None)
+settings.load_profile("raysim")
 
 # Local Rays of the tests talk to themselves only; without this each would write a token into the home folder.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")

@@ -10,7 +10,6 @@ import pytest
 
 from raysim.errors import ConfigError
 from raysim.recording import runfolder
-from raysim.recording.checkpoint import write_checkpoint
 from raysim.recording.runfolder import check_space, claim
 
 
@@ -29,13 +28,6 @@ def test_a_folder_is_claimed_once(tmp_path):
     assert all(part in text for part in (str(tmp_path / "run"), "`name`", "`output.dir`", "remove"))
     assert "resume" not in text
     assert (tmp_path / "run" / "result.json").read_text() == "{}"
-
-
-def test_a_run_with_a_checkpoint_can_be_resumed(tmp_path):
-    claim(tmp_path / "run")
-    write_checkpoint(tmp_path / "run", 1, {}, {})
-    with pytest.raises(ConfigError, match=f"raysim resume {tmp_path / 'run'}"):
-        claim(tmp_path / "run")
 
 
 def test_one_of_many_wins(tmp_path):
