@@ -29,13 +29,15 @@ from ruamel.yaml.scalarbool import ScalarBoolean
 
 from raysim.algorithms import ALGORITHMS
 from raysim.algorithms.base import AnyAlgorithm
+from raysim.data import SOURCES
 from raysim.data.arrays import DataSettings
 from raysim.data.partition import PartitionSettings
 from raysim.errors import ConfigError
 from raysim.evaluation import EvaluationSettings
-from raysim.execution.base import ExecutionSettings
+from raysim.execution.settings import ExecutionSettings
 from raysim.fields import Count, Fraction, NonNegativeInt, Positive, Section
 from raysim.local import LocalTraining
+from raysim.models import MODELS
 from raysim.models.base import ModelSettings
 from raysim.recording import OutputSettings
 from raysim.weighting import WEIGHTINGS
@@ -196,11 +198,28 @@ def resolve(
     Raises:
         ConfigError: All problems.
     """
+    places = places or {}
+    problems = _unknown_names(values, places, source)
     try:
         config = _validator().validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise ConfigError(_explain(error, values, places or {}, source)) from None
+        raise ConfigError([*_explain(error, values, places, source), *problems]) from None
+    if problems:
+        raise ConfigError(problems)
     return _absolute(config, source)
+
+
+def _unknown_names(values: Mapping[str, Any], places: Mapping[KeyPath, str], source: str) -> list[str]:
+    """A data set or a network that no registry has; only timm knows its own names."""
+    problems = []
+    for section, registry in (("data", SOURCES), ("model", MODELS)):
+        given = values.get(section)
+        name = given.get("name") if isinstance(given, Mapping) else None
+        if isinstance(name, str) and name not in registry and not (section == "model" and name.startswith("timm:")):
+            place = places.get((section, "name"), source)
+            also = " or timm:<name>" if section == "model" else ""
+            problems.append(f"{place}: {section}.name: {_accepted(registry, name)}{also}, got {_show(name)}")
+    return problems
 
 
 @functools.cache

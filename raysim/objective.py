@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysim.data.arrays import ImageSet
-from raysim.state import Buffers, as_tensor
+from raysim.models import has_batch_norm
+from raysim.state import Buffers
 from raysim.vector import Vector, VectorLayout
 
 LastBatch = Literal["auto", "keep", "drop", "merge"]
@@ -97,7 +98,7 @@ class ModelObjective:
             param.data = self.params[part].view(param.shape)
             param.grad = self.grad[part].view(param.shape)
         self.buffers = self._bind_buffers()
-        self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.has_batch_norm = has_batch_norm(module)
 
     def _bind_buffers(self) -> Buffers:
         persistent = self.module.state_dict(keep_vars=True).keys()
@@ -211,21 +212,17 @@ def cut_batches(
     count = len(order)
     size = count if batch_size is None else batch_size
     batches = [order[start : start + size] for start in range(0, count, size)] if count else []
-    if not batches or (len(batches[-1]) == size and size > 1):
+    if not batches:
+        return []
+    *whole, last = batches
+    alone = len(last) == 1 and has_batch_norm
+    if len(last) == size and not alone:
         return batches
-    rule = last_batch
-    if rule == "auto":
-        rule = "merge" if len(batches[-1]) == 1 and has_batch_norm else "keep"
+    rule = last_batch if last_batch != "auto" else "merge" if alone else "keep"
     if rule == "keep":
         return batches
-    last = batches.pop()
-    if rule == "merge" and batches:
-        batches[-1] = np.concatenate([batches[-1], last])
-    elif rule == "merge" and not has_batch_norm:
-        batches = [last]
-    return batches
-
-
-def buffers_from(floats: np.ndarray, ints: np.ndarray) -> Buffers:
-    """Buffers over arrays, without a copy."""
-    return Buffers(as_tensor(floats), as_tensor(ints))
+    if rule == "drop":
+        return whole
+    if whole:
+        return [*whole[:-1], np.concatenate([whole[-1], last])]
+    return [] if alone else batches

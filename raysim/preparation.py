@@ -15,7 +15,8 @@ from raysim.data.resizing import resize
 from raysim.data.validation import split_validation, stratified_batches
 from raysim.errors import ConfigError
 from raysim.evaluation import evaluation_shards
-from raysim.execution.base import Fault, Setup
+from raysim.execution.base import Setup
+from raysim.execution.faults import Fault
 from raysim.execution.ray_plan import Demand, local_nodes, make_plan, starts_ray
 from raysim.models import build_model, choose_size
 from raysim.models.base import InputSpec
@@ -117,7 +118,7 @@ def prepare(config: RunConfig) -> Prepared:
     spec = InputSpec(channels, height, width, dataset.num_classes)
     model = build_model(config.model, spec, rng_for(config.seed, Purpose.INIT))
     objective = ModelObjective(model, data.validation)
-    notes = [*data.notes, *_check_training(config, objective)]
+    notes = [*data.notes, *_check_training(config, data, objective)]
     assert config.weighting is not None
     setup = Setup(
         seed=config.seed,
@@ -136,6 +137,7 @@ def prepare(config: RunConfig) -> Prepared:
         evaluation_batch_size=config.evaluation.batch_size,
         threads=config.execution.threads,
         deterministic=config.deterministic,
+        client_timeout_s=config.client.timeout_s,
         faults=Fault.from_environment(),
     )
     population = Population(tuple(data.partition.sizes.tolist()), objective.layout)
@@ -155,13 +157,33 @@ def prepare(config: RunConfig) -> Prepared:
     return prepared
 
 
-def _check_training(config: RunConfig, objective: ModelObjective) -> list[str]:
+def _check_batch_norm(config: RunConfig, data: PreparedData) -> None:
+    """Batch statistics need two examples: refuse what would give a batch of one."""
+    why = f"but {config.model.name} has BatchNorm, which needs at least 2 examples per batch"
+    client, sizes = config.client, data.partition.sizes
+    problems = []
+    if client.batch_size == 1:
+        problems.append(f"client.batch_size: 1, {why}")
+    elif client.last_batch == "keep":
+        alone = int((sizes % client.batch_size == 1).sum() if client.batch_size else (sizes == 1).sum())
+        if alone:
+            problems.append(f"client.last_batch: keep leaves {alone} clients with a last batch of one, {why}; use auto")
+    if config.weighting is not None and config.weighting.needs_probe and config.scoring.batch_norm == "batch":
+        if config.scoring.batch_size == 1:
+            problems.append(f"scoring.batch_size: 1, {why}")
+        if len(data.validation) == 1:
+            problems.append(f"data.validation: 1 image, {why}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_training(config: RunConfig, data: PreparedData, objective: ModelObjective) -> list[str]:
     notes = []
     client = config.client
-    if objective.has_batch_norm and client.batch_size == 1:
-        raise ConfigError(
-            f"client.batch_size: 1, but {config.model.name} has BatchNorm, which needs at least 2 examples per batch"
-        )
+    if objective.has_batch_norm:
+        _check_batch_norm(config, data)
+    if config.execution.backend == "serial" and client.timeout_s is not None:
+        notes.append("client.timeout_s has no effect with execution.backend: serial")
     if client.per_round is None and client.fraction is not None and config.partition.clients * client.fraction < 1:
         notes.append(
             f"client.fraction: {client.fraction:g} of {config.partition.clients} clients is less than one; 1 is sampled"

@@ -1,6 +1,6 @@
 """What a run writes into its folder, and when: everything once at the start, then round by round, then the result.
 
-The round's commit is its checkpoint; rows and events follow it.
+A round is committed by its checkpoint (where one is due), then its rows, then its events.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from raysim.algorithms.base import Cohort
+from raysim.algorithms.base import Coefficients, Cohort
 from raysim.config import RunConfig, load_config
 from raysim.data.partition import Partition
 from raysim.errors import ConfigError, RunError
@@ -26,12 +26,13 @@ from raysim.execution.base import Broadcast, Executor, Observer, Outcome, WorkIt
 from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder, RoundResult
-from raysim.recording.progress import Progress
+from raysim.recording.progress import Progress, Silent
 from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
 from raysim.recording.tables import read_table
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState
+from raysim.weighting.base import Weights
 
 logger = logging.getLogger("raysim")
 
@@ -118,16 +119,17 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     server, buffers, weights = state.server, state.buffers, None
     if usable:
         weights = setup.weighting.weights([o.report() for o in usable], reference, population.layout)
+        summation = _Summation(executor, usable, weights)
         cohort: Cohort[Any] = Cohort(
             client_ids=tuple(o.client_id for o in usable),
             weights=weights,
             population=population,
             scalars=[o.train.scalars for o in usable if o.train is not None],
-            summation=lambda coefficients: executor.sums(usable, coefficients),
+            summation=summation,
             dtype=state.server.params.dtype,
         )
         server = setup.algorithm.server_update(state.server, cohort)
-        buffers = mean_buffers(cohort, state.buffers, usable)
+        buffers = summation.mean_buffers(state.server.params.dtype)
         if not torch.isfinite(server.params).all():
             raise RunError(f"round {round_num}: the server's step made the global model non-finite; it is not deployed")
     changed = {o.client_id: o for o in usable if o.state is not None}
@@ -143,16 +145,29 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     return RoundResult(after, complete, weights, use, time.perf_counter() - started)
 
 
-def mean_buffers(cohort: Cohort[Any], buffers: Buffers, usable: Sequence[Outcome]) -> Buffers:
-    """Buffers of the new global model: the weighted mean of the clients' floats, the maximum of their integers.
+class _Summation:
+    """The executor's sums over a cohort's updates; the mean of the float buffers comes along in the first pass."""
 
-    Only the client weights apply, and nothing of the algorithm: momentum on a running variance makes it negative.
-    """
-    floats = buffers.floats
-    if len(floats):
-        floats = cohort.sums(**{BUFFER_FLOATS: cohort.weights.client})[BUFFER_FLOATS]
-    ints = np.max([outcome.train.buffer_ints for outcome in usable if outcome.train is not None], axis=0)
-    return Buffers(floats, torch.from_numpy(ints))
+    def __init__(self, executor: Executor, usable: Sequence[Outcome], weights: Weights) -> None:
+        self._executor, self._usable, self._weights = executor, usable, weights
+        self._floats: np.ndarray | None = None
+
+    def __call__(self, coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+        if self._floats is not None:
+            return self._executor.sums(self._usable, coefficients)
+        totals = self._executor.sums(self._usable, {**coefficients, BUFFER_FLOATS: Coefficients(self._weights.client)})
+        self._floats = totals.pop(BUFFER_FLOATS)
+        return totals
+
+    def mean_buffers(self, dtype: torch.dtype) -> Buffers:
+        """Buffers of the new global model: the weighted mean of the clients' floats, the maximum of their integers.
+
+        Only the client weights apply, and nothing of the algorithm: momentum on a running variance makes it negative.
+        """
+        if self._floats is None:
+            self({})
+        ints = np.max([o.train.buffer_ints for o in self._usable if o.train is not None], axis=0)
+        return Buffers(torch.from_numpy(self._floats).to(dtype), torch.from_numpy(ints))
 
 
 def run(
@@ -308,28 +323,3 @@ def _logging_to(path: Path) -> Iterator[None]:
         handler.close()
         logger.setLevel(level)
         logger.propagate = propagate
-
-
-class Silent:
-    """Progress for callers that do not want any."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def round_started(self, round_num: int, cohort_size: int, *, scored: bool) -> None:
-        """Nothing."""
-
-    def client_trained(self, client_id: int) -> None:
-        """Nothing."""
-
-    def client_scored(self, client_id: int) -> None:
-        """Nothing."""
-
-    def round_finished(self, record: RoundRecord) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""

@@ -26,6 +26,14 @@ LEVELS = [
     {"config", "preparation", "simulation", "recorder", "sweep", "report"},
     {"cli"},
 ]
+NUMERICS = (
+    "raysim.vector",
+    "raysim.state",
+    "raysim.weighting",
+    "raysim.algorithms",
+    "raysim.execution.work",
+    "raysim.evaluation",
+)
 FAMILIES = {"algorithms", "weighting", "fusion"}
 WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation"}
 WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "executor")}
@@ -159,3 +167,12 @@ def test_every_module_says_what_it_is(module):
 @pytest.mark.parametrize("member", [*ALGORITHMS.values(), WEIGHTINGS["fedvg"]], ids=lambda member: member.name)
 def test_methods_name_their_paper(member: type):
     assert "\nReference: " in str(import_module(member.__module__).__doc__)
+
+
+@pytest.mark.parametrize("module", [name for name in LAYERED if name.startswith(NUMERICS)])
+def test_no_blas_in_the_numerics(module):
+    """numpy hands these to a BLAS whose bits depend on the number of threads, which differs between processes."""
+    for node in ast.walk(SOURCE[module]):
+        assert not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)), f"{module}:{node.lineno}: @"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("np.linalg", "np.dot", "np.einsum", "np.inner", "np.vdot"), module

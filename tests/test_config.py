@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysim.config import ClientSettings, RunConfig, load_config, resolve
 from raysim.errors import ConfigError
-from raysim.execution.base import gpu_share
+from raysim.execution.settings import gpu_share
 from raysim.weighting.fedvg import FedVG
 from raysim.weighting.size import Size
 from raysim.weighting.uniform import Uniform
@@ -391,3 +391,13 @@ def test_a_configuration_made_in_code_is_complete():
     assert config.weighting == Size()
     with pytest.raises(ValueError, match=r"client\.per_round: 30 exceeds partition\.clients: 20"):
         RunConfig(client=ClientSettings(per_round=30))
+
+
+def test_unknown_names_are_listed_with_the_rest(tmp_path):
+    """A wrong number, data set, network and method at once: one look mends all."""
+    path = tmp_path / "many.yaml"
+    path.write_text("rounds: -1\ndata: {name: digitz}\nmodel: {name: lenet6}\nweighting: {name: fedvq}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    keys = sorted(problem.split(": ")[1] for problem in caught.value.problems)
+    assert keys == ["data.name", "model.name", "rounds", "weighting.name"]

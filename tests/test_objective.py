@@ -127,6 +127,12 @@ def test_summed_gradients_add_to_the_mean_gradient(objective):
         (32, 16, "drop", True, [16, 16]),
         (5, None, "auto", True, [5]),
         (3, 1, "auto", False, [1, 1, 1]),
+        (3, 1, "drop", False, [1, 1, 1]),
+        (3, 1, "merge", False, [1, 1, 1]),
+        (20, 32, "merge", True, [20]),
+        (1, 32, "merge", True, []),
+        (1, None, "auto", True, []),
+        (33, 16, "merge", True, [16, 17]),
     ],
 )
 def test_last_batch(count, size, rule, batch_norm, sizes):

@@ -1,4 +1,4 @@
-"""What both executors agree on: settings, the setup that every process holds, work items and their outcomes.
+"""What both executors agree on: the setup that every process holds, work items and their outcomes.
 
 An executor runs the pure functions of `work.py` for a cohort. `serial` runs them here, one after the other; `ray` runs
 them in actors, scoring overlapped with training. Their numbers are equal bit for bit on the CPU.
@@ -6,11 +6,9 @@ them in actors, scoring overlapped with training. Their numbers are equal bit fo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from fractions import Fraction
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,9 +16,8 @@ import numpy as np
 from raysim.algorithms.base import AnyAlgorithm, Coefficients
 from raysim.data.arrays import ImageSet
 from raysim.data.partition import Partition
-from raysim.errors import ConfigError
 from raysim.evaluation import Metrics
-from raysim.fields import Count, NonNegative, NonNegativeInt, Positive, Section
+from raysim.execution.faults import Fault
 from raysim.local import LocalTraining
 from raysim.models.base import InputSpec, ModelSettings
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
@@ -28,129 +25,6 @@ from raysim.weighting.base import Probe, Report, ScoringSettings, Sums, Weightin
 
 GROUP = 16
 """Positions of the sampled cohort that are summed together before groups are added. Part of the numerics."""
-
-
-def gpu_share(value: float | str) -> Fraction | None:
-    """The share of a GPU that `num_gpus` asks for: a whole number or 1/k; None for `auto`.
-
-    Raises:
-        ValueError: Anything else; shares other than 1/k leave remainders on a GPU that nothing can use.
-    """
-    if value == "auto":
-        return None
-    try:
-        exact = Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"num_gpus must be auto, a whole number or 1/k, got {value!r}") from None
-    if exact >= 0 and exact.denominator == 1:
-        return exact
-    if Fraction(1, 10_000) <= exact < 1:  # Ray counts GPUs in steps of 1/10000.
-        nearest = Fraction(1, round(1 / exact))
-        # 0.3333 stands for 1/3, 0.3 does not.
-        if abs(exact - nearest) <= Fraction(1, 10_000):
-            return nearest
-    raise ValueError(f"num_gpus must be auto, a whole number or 1/k (1/2, 1/3, 0.25, ...), got {value}")
-
-
-@dataclass(frozen=True)
-class ActorSettings(Section):
-    """Resources of one actor.
-
-    Attributes:
-        num_cpus: CPUs it reserves. On a CPU, twice as many actors as cores (0.5) keep the cores busy.
-        num_gpus: `auto`: an equal 1/k for clients and scorers where there are GPUs, else 0; a whole number or 1/k.
-    """
-
-    num_cpus: NonNegative = 0.5
-    num_gpus: float | str = "auto"
-
-    def __post_init__(self) -> None:
-        gpu_share(self.num_gpus)
-
-
-@dataclass(frozen=True)
-class ExecutionSettings(Section):
-    """Where and how the work runs. Nothing here but `threads` can change a number of the result.
-
-    Attributes:
-        backend: `ray` or `serial` (in this process, for debugging).
-        address: A Ray cluster's address; null: `RAY_ADDRESS`, else a Ray that raysim starts itself.
-        num_cpus: CPUs of a Ray that raysim starts itself; null: all.
-        num_gpus: GPUs of a Ray that raysim starts itself; null: all.
-        object_store_memory_mb: Object store of a Ray that raysim starts itself; null: Ray's default.
-        client_actors: `auto`: every client of the cohort its own actor if they fit, else as many as fit; `per_client`: every
-            client of the run its own; or a number.
-        scorer_actors: `auto` or a number.
-        threads: Torch threads per process; part of the numerics, the same for `serial`.
-        client: Resources of a client actor.
-        scorer: Resources of a scorer actor.
-        retries: How often a unit of work is run again after its actor died.
-        min_clients: A round with fewer usable updates, and clients that failed, ends the run.
-        on_nonfinite: `exclude` a client whose update or score is not finite, or `abort` the run.
-        resource_timeout_s: Longest wait for resources that exist but are taken.
-    """
-
-    backend: Literal["ray", "serial"] = "ray"
-    address: str | None = None
-    num_cpus: Count | None = None
-    num_gpus: NonNegativeInt | None = None
-    object_store_memory_mb: Count | None = None
-    client_actors: Literal["auto", "per_client"] | Count = "auto"
-    scorer_actors: Literal["auto"] | Count = "auto"
-    threads: Count = 1
-    client: ActorSettings = field(default_factory=ActorSettings)
-    scorer: ActorSettings = field(default_factory=ActorSettings)
-    retries: NonNegativeInt = 2
-    min_clients: Count = 1
-    on_nonfinite: Literal["exclude", "abort"] = "exclude"
-    resource_timeout_s: Positive = 30.0
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault for tests, from `RAYSIM_FAULT="kind=kill,client=3,round=2"`.
-
-    Attributes:
-        kind: `kill` the process, `raise` an error, `sleep`, or return `nan`.
-        client: Client whose unit it strikes; None: any.
-        round_num: Round it strikes in; None: any.
-        stage: `train` or `score`.
-        attempt: Attempt it strikes; None: any.
-        seconds: How long to sleep.
-    """
-
-    kind: str
-    client: int | None = None
-    round_num: int | None = None
-    stage: str = "train"
-    attempt: int | None = None
-    seconds: float = 0.0
-
-    @classmethod
-    def from_environment(cls) -> tuple[Fault, ...]:
-        """The faults that `RAYSIM_FAULT` asks for, separated by `;`.
-
-        Raises:
-            ConfigError: It cannot be read.
-        """
-        faults = []
-        for text in filter(None, os.environ.get("RAYSIM_FAULT", "").split(";")):
-            try:
-                given = dict(part.strip().split("=") for part in text.split(","))
-                client, round_num, attempt = (
-                    int(given[key]) if key in given else None for key in ("client", "round", "attempt")
-                )
-                stage, seconds = given.get("stage", "train"), float(given.get("seconds", 0))
-                fault = cls(given["kind"], client, round_num, stage, attempt, seconds)
-                if fault.kind not in ("kill", "raise", "sleep", "nan") or fault.stage not in ("train", "score"):
-                    raise ValueError
-            except (ValueError, KeyError):
-                raise ConfigError(
-                    f"RAYSIM_FAULT: {text!r} is not kind=kill|raise|sleep|nan[,client=N][,round=N][,stage=train|score]"
-                    "[,attempt=N][,seconds=S]"
-                ) from None
-            faults.append(fault)
-        return tuple(faults)
 
 
 @dataclass(frozen=True)
@@ -174,6 +48,7 @@ class Setup:
         evaluation_batch_size: Test images per pass.
         threads: Torch threads per process.
         deterministic: Deterministic kernels on GPUs.
+        client_timeout_s: Longest time a client may train in one round (Ray only).
         faults: For tests.
     """
 
@@ -193,6 +68,7 @@ class Setup:
     evaluation_batch_size: int
     threads: int = 1
     deterministic: bool = True
+    client_timeout_s: float | None = None
     faults: tuple[Fault, ...] = ()
 
 
@@ -251,7 +127,7 @@ class TrainReport:
     Attributes:
         scalars: The plain numbers of the update (num_examples, num_steps, loss, ...).
         buffer_ints: int64 [I], the model's integer buffers after local work.
-        nonfinite: Name of the first tensor of the update with a NaN or infinity, or None.
+        nonfinite: Name of the first tensor, state or number of the update with a NaN or infinity, or None.
         state_checksum: Of the client's new state; None for stateless methods.
         seconds: Time the unit took in its process.
     """
@@ -381,9 +257,6 @@ class Executor(Protocol):
 
     def fetch(self, handle: Any) -> Any:
         """The object behind a handle (a client's state, for a checkpoint)."""
-
-    def store(self, state: Packed) -> Any:
-        """A handle to a client's state (from a checkpoint)."""
 
     def describe(self) -> dict[str, Any]:
         """The resource plan, for the manifest."""

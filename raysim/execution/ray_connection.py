@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import ray
 
 from raysim.errors import ConfigError
-from raysim.execution.base import ExecutionSettings
 from raysim.execution.ray_plan import Node, Plan
+from raysim.execution.settings import ExecutionSettings
 
 logger = logging.getLogger("raysim.ray")
 

@@ -10,7 +10,8 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,7 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysim.algorithms.base import Coefficients
 from raysim.errors import ConfigError, RunError
 from raysim.evaluation import Metrics, metrics_of
-from raysim.execution.base import Broadcast, ExecutionSettings, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
+from raysim.execution.base import Broadcast, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
 from raysim.execution.ray_actors import WorkActor
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
 from raysim.execution.ray_plan import Demand, Plan, make_plan
@@ -47,9 +48,10 @@ from raysim.execution.ray_pool import (
     run_until_done,
     wait_until_started,
 )
-from raysim.execution.work import sum_updates
-from raysim.state import Buffers, ServerState
-from raysim.weighting.base import Sums, Weighting
+from raysim.execution.settings import ExecutionSettings
+from raysim.execution.work import sum_updates, wants_reference
+from raysim.state import Arrays, Buffers, ServerState
+from raysim.weighting.base import Sums
 
 logger = logging.getLogger("raysim.ray")
 
@@ -66,7 +68,8 @@ class RayBackend:
         self._group = group
         self._run_id = uuid.uuid4().hex[:8]
         self._actors: dict[str, Any] = {}
-        self._vectors: dict[Ref, tuple[Any, Any]] = {}
+        self._vectors: dict[str, tuple[Any, Any]] = {}
+        self._slots: dict[Ref, str] = {}
 
     def start(self, slot: str, generation: int) -> Ref:
         """Begin to create an actor: `client-3` or `scorer-0`."""
@@ -92,8 +95,9 @@ class RayBackend:
         if unit.kind == "train":
             item, broadcast, state = unit.payload
             arrays, new_state, report = actor.train.remote(item, unit.attempt, broadcast, state)
-            self._vectors[report] = (arrays, new_state)
+            self._vectors[slot] = (arrays, new_state)
             ref: Ref = report
+            self._slots[ref] = slot
         elif unit.kind == "score":
             ref = actor.score.remote(unit.key, unit.attempt, *unit.payload)
         else:
@@ -111,23 +115,26 @@ class RayBackend:
 
     def result(self, ref: Ref) -> Any:
         """The value; for training the report with the references of update and state."""
-        vectors = self._vectors.pop(ref, None)
+        vectors = self._vectors.pop(self._slots.pop(ref, ""), None)
         try:
             with _signals_heard():
                 value = ray.get(ref)
+        except ObjectLostError as error:
+            # First: an argument that is gone comes as an error that is a RayTaskError as well.
+            raise InputLost(_reason(error)) from None
         except RayTaskError as error:
             raise UnitFailed(str(error)) from None
         except (ActorDiedError, ActorUnavailableError, WorkerCrashedError, NodeDiedError, OutOfMemoryError) as error:
             raise ActorLost(_reason(error)) from None
-        except ObjectLostError as error:
-            raise InputLost(_reason(error)) from None
         except RayError as error:
             raise UnitFailed(f"{type(error).__name__}: {error}") from None
         return value if vectors is None else (value, *vectors)
 
     def kill(self, slot: str) -> None:
-        """End the slot's actor."""
+        """End the slot's actor and forget what it was running, or a unit given up would stay in memory."""
         actor = self._actors.pop(slot, None)
+        self._vectors.pop(slot, None)
+        self._slots = {ref: name for ref, name in self._slots.items() if name != slot}
         if actor is not None:
             ray.kill(actor, no_restart=True)
 
@@ -155,6 +162,7 @@ class RayExecutor:
         self._settings = settings
         self._connection: Connection = connect(settings)
         self._group: PlacementGroup | None = None
+        self._units: dict[int, Unit] = {}
         self._backend: RayBackend | None = None
         try:
             self.plan = make_plan(settings, cluster_nodes(), demand)
@@ -162,6 +170,9 @@ class RayExecutor:
                 say(line)
             wait_for_resources(self.plan, settings.resource_timeout_s)
             self._start()
+        except RunError as error:
+            self.close()
+            raise ConfigError(f"execution: the actors cannot be started: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -206,12 +217,34 @@ class RayExecutor:
     ) -> tuple[list[Outcome], Sums | None, PoolUse]:
         """Train the cohort, probing each update as soon as it is there."""
         assert self._backend is not None
-        run = _CohortRun(self._setup, self._clients, self._scorers, self.plan, broadcast, observer)
+        limit = self._settings.unit_timeout_s
+        run = _CohortRun(self._setup, self._clients, self._scorers, self.plan, broadcast, observer, limit)
+        self._units = run.units
         return run.run(items, self._backend)
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums on the driver, one update in memory at a time."""
-        return sum_updates([o.position for o in outcomes], lambda i: self.fetch(outcomes[i].update), coefficients)
+        return sum_updates([o.position for o in outcomes], lambda i: self._update(outcomes[i]), coefficients)
+
+    def _update(self, outcome: Outcome) -> Arrays:
+        """A client's update; if it is gone with its node, the client trains again, drawing the same numbers."""
+        assert self._backend is not None
+        for attempt in range(self._settings.retries + 1):
+            try:
+                arrays: Arrays = self.fetch(outcome.update)
+                return arrays
+            except ObjectLostError:
+                unit = replace(self._units[outcome.client_id], attempt=attempt + 2)
+                logger.warning("%s: update lost, training again", unit.label)
+                trained: list[Done] = []
+                self._clients.put(unit)
+                run_until_done([self._clients], self._backend, trained.append)
+                if trained[0].error is not None:
+                    raise RunError(
+                        f"{unit.label}: its update was lost and cannot be made again: {trained[0].error}"
+                    ) from None
+                _, outcome.update, _ = trained[0].value
+        raise RunError(f"round of client {outcome.client_id}: its update was lost {self._settings.retries + 1} times")
 
     def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
         """Metrics on the test set, its shards spread over the scorers."""
@@ -226,7 +259,10 @@ class RayExecutor:
             found[done.unit.key] = done.value
 
         for shard in range(len(setup.evaluation_shards)):
-            self._scorers.put(Unit("evaluate", shard, f"test shard {shard}", (*packed, shard)))
+            limit = self._settings.unit_timeout_s
+            self._scorers.put(
+                Unit("evaluate", shard, f"test shard {shard}", (*packed, shard), timeout_s=limit, again_when_late=True)
+            )
         run_until_done([self._scorers], self._backend, handle)
         shards = [found[shard] for shard in range(len(found))]
         return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
@@ -236,34 +272,39 @@ class RayExecutor:
         with _signals_heard():
             return ray.get(handle)
 
-    def store(self, state: Packed) -> Any:
-        """A reference to a client's state."""
-        return ray.put(state)
-
     def describe(self) -> dict[str, Any]:
         """The plan."""
         return {**self.plan.as_dict(), "ray": self._connection.where}
 
     def close(self) -> None:
         """End all actors, and Ray if this run started it."""
-        if self._backend is not None:
-            self._backend.close()
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._connection.close()
+        with ExitStack() as stack:  # Each step is tried, whatever becomes of the one before.
+            stack.callback(self._connection.close)
+            if self._group is not None:
+                stack.callback(remove_placement_group, self._group)
+            if self._backend is not None:
+                stack.callback(self._backend.close)
 
 
 class _CohortRun:
     """One round's pipeline: train -> check -> score, client by client, in whatever order they come."""
 
     def __init__(
-        self, setup: Setup, clients: Pool, scorers: Pool, plan: Plan, broadcast: Broadcast, observer: Observer
+        self,
+        setup: Setup,
+        clients: Pool,
+        scorers: Pool,
+        plan: Plan,
+        broadcast: Broadcast,
+        observer: Observer,
+        unit_timeout_s: float,
     ) -> None:
         self._setup, self._clients, self._scorers, self._plan = setup, clients, scorers, plan
+        self._unit_timeout_s = unit_timeout_s
         self._round_num, self._observer = broadcast.round_num, observer
         self._broadcast = ray.put(broadcast)
         self._outcomes: dict[int, Outcome] = {}
-        self._units: dict[int, Unit] = {}
+        self.units: dict[int, Unit] = {}
         self._ready: dict[int, float] = {}
         self._reference: Sums | None = None
         self._last_trained = time.monotonic()
@@ -274,16 +315,11 @@ class _CohortRun:
         started = time.monotonic()
         busy, retried = [pool.busy_seconds for pool in pools], sum(pool.retried for pool in pools)
         weighting = self._setup.weighting
-        if weighting.needs_probe and type(weighting).reference is not Weighting.reference:
-            self._scorers.put(Unit("reference", -1, f"round {self._round_num} reference", (self._broadcast,)))
+        if wants_reference(weighting):
+            self._score("reference", -1, f"round {self._round_num}", (self._broadcast,))
         for item in items:
             self._put(item)
-        try:
-            run_until_done([self._clients, self._scorers], backend, self._handle)
-        except BaseException:
-            for pool in pools:
-                pool.clear()
-            raise
+        run_until_done(pools, backend, self._handle)
         ended = time.monotonic()
         train, total = self._last_trained - started, ended - started
         spent = [pool.busy_seconds - before for pool, before in zip(pools, busy, strict=True)]
@@ -305,12 +341,11 @@ class _CohortRun:
             f"round {self._round_num} client {item.client_id}",
             (item, self._broadcast, state),
             cost=item.num_examples * self._setup.training.local_epochs,
-            timeout_s=getattr(self._setup.training, "timeout_s", None),
+            timeout_s=self._setup.client_timeout_s,
             home=home,
-            pinned=self._plan.per_client,
         )
         self._outcomes[item.client_id] = Outcome(item.client_id, item.position, started=datetime.now(UTC))
-        self._units[item.client_id] = unit
+        self.units[item.client_id] = unit
         self._clients.put(unit)
 
     def _handle(self, done: Done) -> None:
@@ -335,21 +370,25 @@ class _CohortRun:
             outcome.train, outcome.update, state = done.value
             outcome.state = state if outcome.train.state_checksum is not None else None
             outcome.check_update()
-        self._observer.client_trained(outcome.client_id)
+        if done.unit.attempt == 1 or outcome.client_id not in self._ready:
+            self._observer.client_trained(outcome.client_id)
         if outcome.status == "ok" and self._setup.weighting.needs_probe:
             self._ready[outcome.client_id] = time.monotonic()
-            self._scorers.put(Unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update)))
+            self._score("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
+
+    def _score(self, kind: str, key: int, label: str, payload: Any) -> None:
+        limit = self._unit_timeout_s
+        self._scorers.put(Unit(kind, key, label, payload, timeout_s=limit, again_when_late=True))
 
     def _scored(self, outcome: Outcome, done: Done) -> None:
         outcome.scorer = done.place
-        unit = self._units[outcome.client_id]
+        unit = self.units[outcome.client_id]
         if isinstance(done.error, InputLost) and unit.attempt <= self._clients.retries:
             # The update is gone with its node: the client trains again, drawing the same numbers.
             logger.warning("%s: update lost, training again", done.unit.label)
             outcome.update = outcome.state = outcome.train = None
-            again = Unit(**{**unit.__dict__, "attempt": unit.attempt + 1})
-            self._units[outcome.client_id] = again
-            self._clients.put(again)
+            self.units[outcome.client_id] = replace(unit, attempt=unit.attempt + 1)
+            self._clients.put(self.units[outcome.client_id])
             return
         if done.error is not None:
             self._fail(outcome, done)

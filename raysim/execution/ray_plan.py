@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError
-from raysim.execution.base import ExecutionSettings, gpu_share
+from raysim.execution.settings import ExecutionSettings, gpu_share
 
 ACTOR_MEMORY = 350 * 2**20
 """Private memory of an actor that imported torch, in bytes (measured: about 320 MB), before its model."""

@@ -32,7 +32,7 @@ class UnitFailed(Exception):
     """The unit's own code raised; running it again would raise again. The text is the traceback."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """One piece of work.
 
@@ -43,10 +43,9 @@ class Unit:
         payload: What the backend needs to run it.
         cost: Expected work; larger is handed out first. Equal costs go first in, first out.
         timeout_s: Longest time it may run.
-        home: Slot whose actor is preferred.
-        pinned: Only the home will do.
+        home: Slot whose actor has to run it; None: any.
+        again_when_late: A unit that runs over its time is run again elsewhere instead of ending with the time-out.
         attempt: 1 the first time.
-        created: When it was put.
     """
 
     kind: str
@@ -56,9 +55,8 @@ class Unit:
     cost: float = 0.0
     timeout_s: float | None = None
     home: str | None = None
-    pinned: bool = False
+    again_when_late: bool = False
     attempt: int = 1
-    created: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Backend(Protocol):
         """The value of a ready reference; raises ActorLost, InputLost or UnitFailed."""
 
     def kill(self, slot: str) -> None:
-        """End the slot's actor; it may be dead already."""
+        """End the slot's actor, which may be dead already, and forget what it was running."""
 
 
 @dataclass
@@ -112,6 +110,8 @@ class _Slot:
 class Pool:
     """Actors of one role and the units that wait for them. One unit is in flight per actor.
 
+    A slot whose actor cannot be replaced is given up while others are left; the run ends when none is.
+
     Attributes:
         role: For messages: `client` or `scorer`.
         slots: Names of the places for actors; a dead actor is replaced in its slot.
@@ -131,7 +131,6 @@ class Pool:
     retried: int = 0
     _slots: dict[str, _Slot] = field(default_factory=dict)
     _queue: list[Unit] = field(default_factory=list)
-    _homes: dict[int, str] = field(default_factory=dict)
 
     def start(self) -> None:
         """Begin to create all actors."""
@@ -155,33 +154,21 @@ class Pool:
         return any(slot.ref is not None and slot.unit is None for slot in self._slots.values())
 
     def put(self, unit: Unit) -> None:
-        """Queue a unit. A client's unit prefers the actor that had the client before."""
-        home = unit.home or self._homes.get(unit.key)
-        self._queue.append(replace(unit, home=home, created=unit.created or self.clock()))
-
-    def clear(self) -> None:
-        """Forget the units that wait, and let those that run end unheard."""
-        self._queue.clear()
+        """Queue a unit. If its home was given up, any actor may run it."""
+        self._queue.append(unit if unit.home in self._slots else replace(unit, home=None))
 
     def dispatch(self) -> None:
-        """Hand units to idle actors: each takes the largest, and among equals the one whose home it is."""
+        """Hand units to idle actors: each takes the largest that it may run, among equals the one that waits longest."""
         for slot in self._slots.values():
             if slot.ref is None and (unit := self._pick(slot)) is not None:
                 self._queue.remove(unit)
                 slot.unit, slot.since = unit, self.clock()
                 slot.ref = self.backend.submit(slot.name, unit)
-                if unit.kind == "train":
-                    self._homes[unit.key] = slot.name
                 logger.info("%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt)
 
     def _pick(self, slot: _Slot) -> Unit | None:
-        best = None
-        for unit in self._queue:
-            if unit.pinned and unit.home != slot.name:
-                continue
-            if best is None or (unit.cost, unit.home == slot.name) > (best.cost, best.home == slot.name):
-                best = unit
-        return best
+        mine = (unit for unit in self._queue if unit.home in (None, slot.name))
+        return max(mine, key=lambda unit: unit.cost, default=None)
 
     def collect(self, ref: Ref) -> Done | None:
         """Take what came back on a ready reference; None if no unit ended by it."""
@@ -196,35 +183,35 @@ class Pool:
         try:
             value = self.backend.result(ref)
         except ActorLost as lost:
+            since = slot.since
             self._replace(slot, str(lost))
-            return self._again(unit, place, slot.since, lost)
+            return None if self._again(unit) else Done(unit, None, lost, place, since, now)
         except (InputLost, UnitFailed) as error:
             return Done(unit, None, error, place, slot.since, now)
         return Done(unit, value, None, place, slot.since, now)
 
     def expire(self) -> list[Done]:
-        """End the units that ran over their time, replacing their actors, and give up on actors that do not start."""
+        """End what runs over its time: a unit, replacing its actor, or the wait for an actor that does not start."""
         now = self.clock()
-        expired = []
-        for slot in self._slots.values():
-            unit = slot.unit
-            if unit is not None and unit.timeout_s is not None and now - slot.since > unit.timeout_s:
-                place = Place(slot.label, slot.pid, slot.node, unit.attempt)
-                slot.unit, slot.ref = None, None
-                self.busy_seconds += now - slot.since
-                self._replace(slot, f"{unit.kind} ran over {unit.timeout_s:g} s")
-                error = TimeoutError(f"timed out after {unit.timeout_s:g} s")
-                expired.append(Done(unit, None, error, place, slot.since, now))
-            elif slot.ref is not None and unit is None and now - slot.since > self.start_timeout_s:
-                raise RunError(
-                    f"{self.role} actor {slot.label} did not start within {self.start_timeout_s:.0f} s: its resources "
-                    "may be held by another job (execution.resource_timeout_s)"
+        ended = []
+        for slot in list(self._slots.values()):
+            unit, late = slot.unit, now - slot.since
+            if unit is None and slot.ref is not None and late > self.start_timeout_s:
+                self._give_up(
+                    slot, f"it did not start within {self.start_timeout_s:.0f} s; other jobs may hold its resources"
                 )
-        return expired
-
-    def places(self) -> list[Place]:
-        """The actors that answered, for logs and manifests."""
-        return [Place(slot.label, slot.pid, slot.node, 1) for slot in self._slots.values() if slot.pid]
+            elif unit is not None and unit.timeout_s is not None and late > unit.timeout_s:
+                if self.backend.wait([slot.ref], 0.0):
+                    continue  # It ended just now.
+                place = Place(slot.label, slot.pid, slot.node, unit.attempt)
+                self.busy_seconds += late
+                error = TimeoutError(f"timed out after {unit.timeout_s:g} s")
+                since = slot.since
+                self._replace(slot, f"{unit.label} {unit.kind} {error}")
+                again = unit.again_when_late and self._again(unit)
+                if not again:
+                    ended.append(Done(unit, None, error, place, since, now))
+        return ended
 
     def _start(self, slot: _Slot) -> None:
         slot.generation += 1
@@ -237,10 +224,9 @@ class Pool:
         except ActorLost as lost:
             slot.failures += 1
             if slot.failures > self.retries:
-                raise RunError(
-                    f"{self.role} actor {slot.name} died {slot.failures} times while starting: {lost}"
-                ) from lost
-            self._replace(slot, str(lost))
+                self._give_up(slot, f"it died {slot.failures} times while starting: {lost}")
+            else:
+                self._replace(slot, str(lost))
         else:
             slot.failures = 0
             logger.info("%s ready: pid %d on node %s", slot.label, slot.pid, slot.node[:8])
@@ -250,13 +236,22 @@ class Pool:
         self.backend.kill(slot.name)
         self._start(slot)
 
-    def _again(self, unit: Unit, place: Place, since: float, lost: ActorLost) -> Done | None:
+    def _give_up(self, slot: _Slot, why: str) -> None:
+        """Go on without a slot; units that only it was to run may go anywhere."""
+        self.backend.kill(slot.name)
+        del self._slots[slot.name]
+        if not self._slots:
+            raise RunError(f"no {self.role} actor is left: {slot.label}: {why}")
+        logger.warning("%s is given up, %d %s actors are left: %s", slot.label, len(self._slots), self.role, why)
+        self._queue = [replace(unit, home=None) if unit.home == slot.name else unit for unit in self._queue]
+
+    def _again(self, unit: Unit) -> bool:
+        """Queue a unit once more if it has attempts left."""
         if unit.attempt > self.retries:
-            return Done(unit, None, lost, place, since, self.clock())
+            return False
         self.retried += 1
-        # A pinned unit waits for its slot's new actor; any other goes to whoever is free first.
-        self._queue.append(replace(unit, attempt=unit.attempt + 1, home=unit.home if unit.pinned else None))
-        return None
+        self.put(replace(unit, attempt=unit.attempt + 1))
+        return True
 
 
 def run_until_done(

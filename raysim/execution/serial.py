@@ -18,7 +18,15 @@ import numpy as np
 from raysim.algorithms.base import Coefficients
 from raysim.evaluation import Metrics, metrics_of
 from raysim.execution.base import Broadcast, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
-from raysim.execution.work import build_objective, evaluate_shard, probe_client, reference_at, sum_updates, train_client
+from raysim.execution.work import (
+    build_objective,
+    evaluate_shard,
+    probe_client,
+    reference_at,
+    sum_updates,
+    train_client,
+    wants_reference,
+)
 from raysim.state import Buffers, ServerState
 from raysim.weighting.base import Sums
 
@@ -36,7 +44,7 @@ class SerialExecutor:
         """Train and probe each client in turn."""
         setup, objective = self._setup, self._objective
         started = time.perf_counter()
-        reference = reference_at(setup, objective, broadcast) if setup.weighting.needs_probe else None
+        reference = reference_at(setup, objective, broadcast) if wants_reference(setup.weighting) else None
         outcomes = []
         train_seconds = 0.0
         for item in items:
@@ -73,10 +81,6 @@ class SerialExecutor:
     def fetch(self, handle: Any) -> Any:
         """The handle itself."""
         return handle
-
-    def store(self, state: Packed) -> Any:
-        """The state itself."""
-        return state
 
     def describe(self) -> dict[str, Any]:
         """One process."""

@@ -6,7 +6,6 @@ Nothing outlives a call but the setup and the buffers of a bound model, which ev
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ import torch
 
 from raysim.algorithms.base import Coefficients
 from raysim.evaluation import ShardPredictions, predict_shard
-from raysim.execution.base import GROUP, Broadcast, Fault, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.base import GROUP, Broadcast, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.faults import strike
 from raysim.models import build_model
 from raysim.objective import Batch, ModelObjective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, to_arrays
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Probe, Sums
+from raysim.weighting.base import Probe, Sums, Weighting
 
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
@@ -76,7 +76,7 @@ def train_client(
         The update's vectors with the model's buffers, the client's new state, and the report.
     """
     started = time.perf_counter()
-    strike(setup, "train", item.client_id, broadcast.round_num, attempt)
+    faults = strike(setup.faults, "train", item.client_id, broadcast.round_num, attempt)
     device = objective.device
     with torch_settings(setup, device):
         bound = objective.on(setup.train.take(setup.partition.of(item.client_id)))
@@ -88,18 +88,20 @@ def train_client(
             update, client = setup.algorithm.client_update(server, client, bound, setup.training, rng)
     values = to_arrays(update)
     arrays = {name: value for name, value in values.items() if value.ndim}
-    if any(fault.kind == "nan" for fault in _striking(setup, "train", item.client_id, broadcast.round_num, attempt)):
+    if "nan" in faults:
         arrays["delta"] = np.full_like(arrays["delta"], np.nan)
     arrays[BUFFER_FLOATS] = bound.buffers.floats.detach().cpu().numpy().copy()
     arrays[BUFFER_INTS] = bound.buffers.ints.cpu().numpy().copy()
+    packed = Packed.of(client)
+    scalars = {name: value.item() for name, value in values.items() if not value.ndim}
     report = TrainReport(
-        scalars={name: value.item() for name, value in values.items() if not value.ndim},
+        scalars=scalars,
         buffer_ints=arrays[BUFFER_INTS],
-        nonfinite=_first_nonfinite_tensor(arrays, bound.layout),
+        nonfinite=_first_nonfinite(arrays, packed.arrays, scalars, bound.layout),
         state_checksum=None if client is None else record_checksum(client),
         seconds=time.perf_counter() - started,
     )
-    return arrays, Packed.of(client), report
+    return arrays, packed, report
 
 
 def probe_client(
@@ -111,7 +113,7 @@ def probe_client(
         The probe and the seconds it took.
     """
     started = time.perf_counter()
-    strike(setup, "score", client_id, broadcast.round_num, attempt)
+    strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
     with torch_settings(setup, objective.device):
         server = broadcast.server.unpack(objective.device)
         params = server.params + as_tensor(arrays["delta"], objective.device)
@@ -122,6 +124,11 @@ def probe_client(
             sums = _validation_sums(setup, bound)
         probe = setup.weighting.finish(sums, params, server.params, bound.layout)
     return probe, time.perf_counter() - started
+
+
+def wants_reference(weighting: Weighting) -> bool:
+    """Whether the weighting looks at the global model."""
+    return type(weighting).reference is not Weighting.reference
 
 
 def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
@@ -173,7 +180,9 @@ def sum_updates(
         arrays = load(i)
         for name, factors in coefficients.items():
             vector = arrays[name]
-            total = group.setdefault(name, np.zeros(vector.shape, dtype=np.float64))
+            if name not in group:
+                group[name] = np.zeros(vector.shape, dtype=np.float64)
+            total = group[name]
             if factors.values.ndim == 1:
                 add_scaled(total, vector, factors.values[i])
                 continue
@@ -182,28 +191,6 @@ def sum_updates(
                     add_scaled(total[part], vector[part], factor)
     close_group()
     return totals
-
-
-def strike(setup: Setup, stage: str, client_id: int, round_num: int, attempt: int) -> None:
-    """Let the test faults that apply happen."""
-    for fault in _striking(setup, stage, client_id, round_num, attempt):
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "raise":
-            raise RuntimeError(f"fault asked for: client {client_id}, round {round_num}, {stage}")
-        elif fault.kind == "sleep":
-            time.sleep(fault.seconds)
-
-
-def _striking(setup: Setup, stage: str, client_id: int, round_num: int, attempt: int) -> list[Fault]:
-    return [
-        fault
-        for fault in setup.faults
-        if fault.stage == stage
-        and fault.client in (None, client_id)
-        and fault.round_num in (None, round_num)
-        and fault.attempt in (None, attempt)
-    ]
 
 
 def _validation_sums(setup: Setup, bound: ModelObjective) -> Sums:
@@ -219,8 +206,12 @@ def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Bat
     return (bound.take(indices) for indices in shard)
 
 
-def _first_nonfinite_tensor(arrays: Arrays, layout: VectorLayout) -> str | None:
-    for name, array in arrays.items():
+def _first_nonfinite(update: Arrays, state: Arrays, scalars: Mapping[str, float], layout: VectorLayout) -> str | None:
+    """Name of the first thing with a NaN or infinity in what a client returns: a tensor of the delta, a vector, a number."""
+    for name, array in update.items():
         if np.issubdtype(array.dtype, np.floating) and (index := first_nonfinite(array)) is not None:
-            return layout.tensor_at(index) if array.shape == (layout.size,) else name
-    return None
+            return layout.tensor_at(index) if name == "delta" else name
+    for name, array in state.items():
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            return f"client state {name}"
+    return next((name for name, value in scalars.items() if not np.isfinite(value)), None)

@@ -54,6 +54,31 @@ class Progress(Protocol):
         """Show a sentence that should be seen: a failed client, a better plan."""
 
 
+class Silent:
+    """Progress for callers that do not want any."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def round_started(self, round_num: int, cohort_size: int, *, scored: bool) -> None:
+        """Nothing."""
+
+    def client_trained(self, client_id: int) -> None:
+        """Nothing."""
+
+    def client_scored(self, client_id: int) -> None:
+        """Nothing."""
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Nothing."""
+
+    def message(self, text: str) -> None:
+        """Nothing."""
+
+
 def make_progress(rounds: int, console: Console) -> Progress:
     """The live display if the console is a terminal that can move its cursor, else plain lines.
 

@@ -87,7 +87,7 @@ class RoundRecord:
         round_num: The round, 1 = first.
         started: Begin of the round, with time zone.
         finished: End of the round, with time zone.
-        round_s: Seconds of the whole round.
+        round_s: Seconds of the round up to its checkpoint.
         sampled: Clients of the cohort.
         ok: Clients whose update was used.
         skipped: Clients without anything to train on.
@@ -105,7 +105,7 @@ class RoundRecord:
         score_tail_s: Seconds from the last update being ready to the last score.
         aggregate_s: Seconds of weighting and summing.
         evaluate_s: Seconds of evaluating the global model.
-        commit_s: Seconds of storing the round.
+        commit_s: Seconds of writing the checkpoint; the rows and events of the round follow it.
         client_utilisation: Share of the client actors' time spent training while the cohort was trained and scored.
         scorer_utilisation: The same for the scorers.
         retries: Units of work that were run again.

@@ -28,8 +28,9 @@ from raysim.models import build_model
 from raysim.objective import cut_batches
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder
+from raysim.recording.progress import Silent
 from raysim.seeding import Purpose, rng_for
-from raysim.simulation import Silent, make_executor, rounds, sample_cohort
+from raysim.simulation import make_executor, rounds, sample_cohort
 
 PROCESSES = 2
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysim.errors import ConfigError
-from raysim.execution.base import ActorSettings, ExecutionSettings, gpu_share
 from raysim.execution.ray_plan import (
     ACTOR_MEMORY,
     ACTORS_PER_GPU,
@@ -20,6 +19,7 @@ from raysim.execution.ray_plan import (
     make_plan,
     starts_ray,
 )
+from raysim.execution.settings import ActorSettings, ExecutionSettings, gpu_share
 
 GIB = 2**30
 

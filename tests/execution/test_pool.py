@@ -103,13 +103,10 @@ def test_largest_first_and_one_in_flight_per_actor():
     assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [1, 3, 2, 0]
 
 
-def test_equal_units_go_first_in_first_out_and_back_to_the_actor_they_had():
+def test_equal_units_go_first_in_first_out():
     backend = FakeBackend()
-    pool = started(backend)
-    run(pool, backend, units(1, 1))
-    backend.log.clear()
-    run(pool, backend, list(reversed(units(1, 1))))
-    assert {entry[3]: entry[1] for entry in backend.log} == {0: "client-0", 1: "client-1"}
+    run(started(backend, 1), backend, units(1, 1, 1))
+    assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [0, 1, 2]
 
 
 def test_a_unit_of_a_dead_actor_is_run_again_by_whoever_is_free():
@@ -126,7 +123,11 @@ def test_a_unit_of_a_dead_actor_is_run_again_by_whoever_is_free():
     assert ("kill", "client-0") in backend.log
     assert ("start", "client-0", 2) in backend.log
     wait_until_started([pool], backend)
-    assert sorted(place.actor for place in pool.places()) == ["client-0.2", "client-1"]
+    wait_until_started([pool], backend)
+    assert {d.place.actor for d in run(pool, backend, [Unit("train", 5), Unit("train", 6)]).values()} == {
+        "client-0.2",
+        "client-1",
+    }
 
 
 def test_after_the_last_retry_the_unit_fails_and_the_others_do_not():
@@ -169,26 +170,71 @@ def test_pinned_units_wait_for_their_own_actor_even_after_it_died():
 
     backend = FakeBackend(die_once)
     pool = started(backend, 3)
-    pinned = [Unit("train", k, home=f"client-{k}", pinned=True, cost=k) for k in range(3)]
+    pinned = [Unit("train", k, home=f"client-{k}", cost=k) for k in range(3)]
     done = run(pool, backend, pinned)
     assert {key: d.value for key, d in done.items()} == {0: "client-0", 1: "client-1", 2: "client-2"}
 
 
-def test_an_actor_that_never_starts_ends_the_run():
+def test_a_late_unit_may_be_run_again_elsewhere():
+    backend = FakeBackend()
+    pool = started(backend, 2)
+    pool.put(Unit("score", 7, timeout_s=5.0, again_when_late=True))
+    pool.dispatch()
+    backend.hanging = set(pool.refs)
+    done: list[Done] = []
+    run_until_done([pool], backend, done.append)
+    assert (done[0].error, done[0].unit.attempt, pool.retried) == (None, 2, 1)
+
+
+def test_a_unit_that_ended_just_in_time_is_not_thrown_away():
+    backend = FakeBackend()
+    pool = started(backend, 1)
+    pool.put(Unit("train", 0, timeout_s=5.0))
+    pool.dispatch()
+    backend.now += 100
+    assert pool.expire() == []
+    done: list[Done] = []
+    run_until_done([pool], backend, done.append)
+    assert done[0].value == ("client-0", 0, 1)
+
+
+def test_an_actor_that_never_starts_ends_the_run_if_it_is_the_last():
     backend = FakeBackend()
     pool = Pool("scorer", ["scorer-0"], backend, start_timeout_s=10, clock=backend.clock)
     pool.start()
     backend.hanging = set(pool.refs)
-    with pytest.raises(RunError, match=r"scorer-0 did not start within 10 s.*resource_timeout_s"):
+    with pytest.raises(RunError, match=r"no scorer actor is left: scorer-0: it did not start within 10 s"):
         wait_until_started([pool], backend)
 
 
-def test_an_actor_that_dies_at_every_start_ends_the_run():
+def test_a_slot_that_cannot_be_replaced_is_given_up_while_others_are_left():
+    """Its actor dies, the new one never starts (its node is gone): the other actor does all the work, pinned units too."""
+
+    def die(slot, unit):
+        if slot == "client-0":
+            backend.hanging = {len(backend.refs)}  # The reference of the actor that replaces it.
+            return ActorLost("node died")
+        return slot
+
+    backend = FakeBackend(die)
+    pool = started(backend, 2, start_timeout_s=10)
+    pinned = [Unit("train", k, home=f"client-{k % 2}") for k in range(6)]
+    done = run(pool, backend, pinned)
+    assert {d.value for d in done.values()} == {"client-1"}
+    pool.put(Unit("train", 9, home="client-0"))
+    done.clear()
+    run_until_done([pool], backend, lambda d: done.__setitem__(d.unit.key, d))
+    assert done[9].value == "client-1"
+
+
+def test_an_actor_that_dies_at_every_start_ends_the_run_if_it_is_the_last():
     backend = FakeBackend()
     backend.bad_starts = {"client-0": 9}
     pool = Pool("client", ["client-0"], backend, retries=2, clock=backend.clock)
     pool.start()
-    with pytest.raises(RunError, match="died 3 times while starting: no memory"):
+    with pytest.raises(
+        RunError, match=r"no client actor is left: client-0\.3: it died 3 times while starting: no memory"
+    ):
         wait_until_started([pool], backend)
     backend.bad_starts = {"client-0": 1}
     wait_until_started([started(backend, 1)], backend)

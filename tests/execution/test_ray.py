@@ -15,7 +15,8 @@ from raysim.config import load_config
 from raysim.errors import ConfigError, RunError
 from raysim.execution.base import Broadcast, WorkItem
 from raysim.preparation import prepare
-from raysim.simulation import Silent, make_executor, sample_cohort
+from raysim.recording.progress import Silent
+from raysim.simulation import make_executor, sample_cohort
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -179,3 +180,57 @@ def test_size_weights_need_no_scoring(tmp_path):
     assert checksums(record) == checksums(serial)
     assert record.clients["score"].null_count == 20
     assert record.rounds["scorer_utilisation"].null_count == 2
+
+
+def test_a_lost_argument_is_told_from_an_error_of_the_unit(monkeypatch):
+    """Ray raises an error that is both a RayTaskError and an ObjectLostError when an argument is gone."""
+    import ray
+    from ray.exceptions import ObjectLostError, RayTaskError
+
+    from raysim.execution.ray_executor import RayBackend
+    from raysim.execution.ray_pool import InputLost, UnitFailed
+
+    def result_of(cause):
+        def get(ref):
+            raise RayTaskError("score", "Traceback: ...", cause).as_instanceof_cause()
+
+        monkeypatch.setattr(ray, "get", get)
+        return RayBackend(None, None, None).result("ref")
+
+    with pytest.raises(InputLost):
+        result_of(ObjectLostError("00" * 28, "", ""))
+    with pytest.raises(UnitFailed):
+        result_of(ValueError("no"))
+
+
+def test_an_update_that_is_lost_before_the_sum_is_made_again(tmp_path, monkeypatch):
+    """The client trains again, drawing the same numbers, when its update cannot be read; no reference of it stays behind."""
+    from ray.exceptions import ObjectLostError
+
+    prepared = prepare(load_config(QUICKSTART, settings(tmp_path, "u", *SIX_CLIENTS, "execution.client_actors=2")))
+    state = prepared.initial
+    items = [WorkItem(k, k, None, prepared.population.num_examples[k]) for k in range(6)]
+    coefficients = {"delta": Coefficients(np.full(6, 1 / 6))}
+    with contextlib.closing(make_executor(prepared, Silent())) as executor:
+        outcomes, _, _ = executor.run_cohort(Broadcast.of(1, state.server, state.buffers), items, Silent())
+        whole = executor.sums(outcomes, coefficients)["delta"]
+        fetch, lost = executor.fetch, [outcomes[3].update]
+
+        def lose_once(handle):
+            if handle in lost:
+                lost.remove(handle)
+                raise ObjectLostError("00" * 28, "", "")
+            return fetch(handle)
+
+        monkeypatch.setattr(executor, "fetch", lose_once)
+        assert executor.sums(outcomes, coefficients)["delta"].tobytes() == whole.tobytes()
+        assert lost == []
+        assert executor._backend._vectors == {}
+        assert executor._backend._slots == {}
+
+
+def test_scoring_that_runs_over_its_time_is_done_by_another_scorer(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=sleep,seconds=300,client=2,round=1,stage=score,attempt=1")
+    record = run(tmp_path, "s", *SIX_CLIENTS, "execution.scorer_actors=2", "execution.unit_timeout_s=5", rounds=1)
+    row = record.clients.to_pylist()[2]
+    assert (row["status"], row["scorer_attempt"]) == ("ok", 2)

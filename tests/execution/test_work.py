@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from raysim.algorithms.base import Coefficients
 from raysim.errors import ConfigError
-from raysim.execution.base import Fault, gpu_share
+from raysim.execution.faults import Fault
+from raysim.execution.settings import gpu_share
 from raysim.execution.work import sum_updates
 from raysim.vector import Unit
 
