@@ -72,8 +72,8 @@ class Scaffold(Algorithm[ScaffoldServer, ScaffoldClient, ScaffoldUpdate]):
         optimizer = training.optimizer
         if optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
             raise ValueError(
-                "algorithm: scaffold needs client.optimizer sgd without momentum and weight_decay: they are the "
-                "mean gradient of plain SGD steps"
+                "algorithm: scaffold needs client.optimizer sgd without momentum and weight_decay: "
+                "its control variates are mean gradients of plain SGD steps"
             )
 
     def init_server(self, params: Vector, population: Population) -> ScaffoldServer:
