@@ -141,6 +141,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
+        self.algorithm.check(self.client)
 
     @property
     def cohort_size(self) -> int:

@@ -79,12 +79,24 @@ class LocalResult:
     Attributes:
         params: [P], a copy.
         num_steps: Optimizer steps taken.
+        lr_sum: Sum of the learning rates of these steps.
         loss: Mean loss over the examples seen, each at the parameters it was seen with; 0 without a step.
     """
 
     params: Vector
     num_steps: int
+    lr_sum: float
     loss: float
+
+
+def full_gradient(objective: Objective, params: Vector, training: LocalTraining) -> Vector:
+    """Gradient [P] of the mean loss over all of a client's examples at `params`, in batches; buffers do not move."""
+    objective.params.copy_(params)
+    objective.grad.zero_()
+    with objective.scoring("batch"):
+        for batch in objective.batches(training.batch_size, np.random.default_rng(0), last_batch="auto"):
+            objective.add_gradient(batch)
+    return objective.grad / max(objective.num_examples, 1)
 
 
 def local_sgd(
@@ -119,4 +131,5 @@ def local_sgd(
             total += loss.double() * len(batch.labels)
             num_seen += len(batch.labels)
             num_steps += 1
-    return LocalResult(params.clone(), num_steps, (total / max(num_seen, 1)).item())
+    mean_loss = (total / max(num_seen, 1)).item()
+    return LocalResult(params.clone(), num_steps, num_steps * training.optimizer.lr, mean_loss)

@@ -9,7 +9,7 @@ Shapes: B batch, C x H x W image, P trainable scalars.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -65,6 +65,12 @@ class Objective(Protocol):
 
     def add_gradient(self, batch: Batch) -> BatchSums:
         """Add the gradient of the batch's *summed* loss at `params` to `grad`."""
+
+    def output_energy_gradient(self, batch: Batch) -> Vector:
+        """Gradient [P] of the mean squared output over the batch at `params`; needs no labels, buffers do not move."""
+
+    def scoring(self, batch_norm: BatchNormMode) -> AbstractContextManager[None]:
+        """Inside, nothing of the model changes but `grad`."""
 
 
 class ModelObjective:
@@ -168,6 +174,13 @@ class ModelObjective:
         correct = (logits.detach().argmax(dim=1) == batch.labels).sum()
         return BatchSums(loss.item(), int(correct.item()), len(batch.labels))
 
+    def output_energy_gradient(self, batch: Batch) -> Vector:
+        """Gradient [P] of the mean squared output over the batch at `params`; needs no labels, buffers do not move."""
+        self.grad.zero_()
+        with self.scoring("batch"):
+            self.module(batch.inputs).square().mean().backward()
+        return self.grad.clone()
+
     @contextmanager
     def training(self) -> Iterator[None]:
         """Local training: batch statistics, running statistics move, dropout on."""
@@ -185,6 +198,7 @@ class ModelObjective:
             batch_norm: `batch`: BatchNorm normalises by the statistics of the scoring batch; `running`: by the model's own
                 running statistics.
         """
+        was_training = self.module.training
         self.module.eval()
         norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         try:
@@ -195,7 +209,8 @@ class ModelObjective:
             yield
         finally:
             for norm in norms:
-                norm.training, norm.track_running_stats = False, True
+                norm.track_running_stats = True
+            self.module.train(was_training)
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor:

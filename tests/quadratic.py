@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ class Quadratic:
         yield self.everything()
 
     def everything(self) -> Batch:
-        return Batch(torch.zeros(self.num_examples), torch.zeros(self.num_examples, dtype=torch.int64))
+        return Batch(
+            torch.zeros(self.num_examples, 3, dtype=self.params.dtype),
+            torch.zeros(self.num_examples, dtype=torch.int64),
+        )
 
     def loss(self) -> torch.Tensor:
         return 0.5 * (self.a * (self.params - self.b) ** 2).sum()
@@ -53,6 +57,14 @@ class Quadratic:
     def gradient(self, batch: Batch) -> torch.Tensor:
         self.grad.copy_(self.a * (self.params - self.b))
         return self.loss()
+
+    def scoring(self, batch_norm: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def output_energy_gradient(self, batch: Batch) -> torch.Tensor:
+        """Of the linear output `params . x` of the batch's inputs [B, 3]."""
+        outputs = batch.inputs @ self.params
+        return 2 * (outputs[:, None] * batch.inputs).mean(dim=0)
 
     def add_gradient(self, batch: Batch) -> BatchSums:
         count = len(batch.labels)

@@ -67,6 +67,11 @@ class Cohort(Generic[Up]):
         """N, all clients of the run (not of the cohort)."""
         return self.population.num_clients
 
+    @property
+    def delta_weights(self) -> np.ndarray:
+        """The weights that apply to parameters: [C, U] if the weighting gives them per unit, else [C]."""
+        return self.weights.client if self.weights.unit is None else self.weights.unit
+
     def values(self, name: str) -> np.ndarray:
         """A scalar field of the updates as float64 [C]."""
         return np.array([scalars[name] for scalars in self.scalars], dtype=np.float64)
@@ -89,8 +94,7 @@ class Cohort(Generic[Up]):
 
     def mean_delta(self) -> Vector:
         """Weighted mean of the deltas: `sum_k w_k delta_k`, unit by unit if the weights are."""
-        weights = self.weights.client if self.weights.unit is None else self.weights.unit
-        return self.sums(delta=weights)["delta"]
+        return self.sums(delta=self.delta_weights)["delta"]
 
 
 class Algorithm(Section, ABC, Generic[S, K, Up]):
@@ -104,6 +108,13 @@ class Algorithm(Section, ABC, Generic[S, K, Up]):
 
     name: str
     default_weighting: ClassVar[str] = "size"
+
+    def check(self, training: LocalTraining) -> None:
+        """Refuse local training that the method is not defined for.
+
+        Raises:
+            ValueError: What it needs; listed with the other mistakes of a configuration.
+        """
 
     @abstractmethod
     def init_server(self, params: Vector, population: Population) -> S:

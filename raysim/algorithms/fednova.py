@@ -1,0 +1,84 @@
+"""FedNova: deltas are normalised by the local work behind them before they are averaged.
+
+    tau_eff = sum_k w_k |a_k|_1
+    theta <- theta + tau_eff sum_k w_k delta_k / |a_k|_1
+
+|a_k|_1 is the total weight that a client's optimizer gave to its gradients, in units of the learning rate, with tau steps:
+tau for plain SGD; (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) for momentum rho; (1 - (1 - lr mu)^tau) / (lr mu) with a
+proximal term mu. With equal work of all clients it is FedAvg. Buffers: plain weighted average.
+
+Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from raysim.algorithms.base import Algorithm, Cohort
+from raysim.fields import NonNegative
+from raysim.local import LocalTraining, local_sgd
+from raysim.objective import Objective
+from raysim.state import ClientUpdate, Population, ServerState
+from raysim.vector import Vector
+
+
+@dataclass(frozen=True)
+class NovaUpdate(ClientUpdate):
+    """An update with |a_k|_1."""
+
+    local_work: float
+
+
+def local_work(num_steps: int, *, momentum: float = 0.0, lr_mu: float = 0.0) -> float:
+    """|a_k|_1 for `num_steps` steps of SGD with momentum, or with a proximal term of strength `lr * mu`."""
+    if momentum:
+        return (num_steps - momentum * (1 - momentum**num_steps) / (1 - momentum)) / (1 - momentum)
+    if lr_mu:
+        return (1 - (1 - lr_mu) ** num_steps) / lr_mu
+    return float(num_steps)
+
+
+@dataclass(frozen=True)
+class FedNova(Algorithm[ServerState, None, NovaUpdate]):
+    """Normalised averaging.
+
+    Attributes:
+        mu: Proximal term of the clients (0: none).
+    """
+
+    name: Literal["fednova"] = "fednova"
+    mu: NonNegative = 0.0
+
+    def check(self, training: LocalTraining) -> None:
+        """The closed forms hold for SGD, with momentum or a proximal term, not both."""
+        optimizer = training.optimizer
+        if optimizer.name != "sgd" or optimizer.weight_decay or (optimizer.momentum and self.mu):
+            raise ValueError(
+                "algorithm: fednova needs client.optimizer sgd without weight_decay, and either momentum or algorithm.mu: its "
+                "normalisation has no closed form otherwise"
+            )
+
+    def init_server(self, params: Vector, population: Population) -> ServerState:
+        """The global model, nothing else."""
+        return ServerState(params)
+
+    def client_update(
+        self, server: ServerState, client: None, objective: Objective, training: LocalTraining, rng: np.random.Generator
+    ) -> tuple[NovaUpdate, None]:
+        """Local SGD and the work it took."""
+        start, optimizer = server.params, training.optimizer
+        correct = (lambda grad, w: grad + self.mu * (w - start)) if self.mu else None
+        local = local_sgd(objective, start, training, rng, correct=correct)
+        work = local_work(local.num_steps, momentum=optimizer.momentum, lr_mu=optimizer.lr * self.mu)
+        delta = local.params - start
+        return NovaUpdate(delta, objective.num_examples, local.num_steps, local.loss, work), None
+
+    def server_update(self, server: ServerState, cohort: Cohort[NovaUpdate]) -> ServerState:
+        """`theta + tau_eff sum_k w_k delta_k / |a_k|_1`."""
+        work, weights = cohort.values("local_work"), cohort.weights.client
+        effective = float(weights @ work)
+        per_step = cohort.delta_weights / (work if cohort.weights.unit is None else work[:, None])
+        return ServerState(server.params + cohort.sums(delta=effective * per_step)["delta"])

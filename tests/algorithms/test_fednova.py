@@ -1,0 +1,59 @@
+"""FedNova on the quadratic problem: client 1 takes 2 steps, client 2 takes 5."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, validation
+
+from raysim.algorithms.fedavg import FedAvg
+from raysim.algorithms.fednova import FedNova, local_work
+from raysim.local import LocalTraining, OptimizerSettings
+from raysim.weighting.fedvg import FedVG
+from raysim.weighting.size import Size
+
+
+def uneven(algorithm, weighting):
+    run = Federation(algorithm, weighting, clients(), validation())
+    updates = {}
+    for k, epochs in ((0, 2), (1, 5)):
+        training = replace(TRAINING, local_epochs=epochs)
+        updates[k], _ = algorithm.client_update(run.server, None, run.objectives[k], training, np.random.default_rng(0))
+    weights = weighting.weights([run.report(k, updates[k]) for k in (0, 1)], None, LAYOUT)
+    return run, updates, run.cohort(updates, weights)
+
+
+def test_two_and_five_steps():
+    run, updates, cohort = uneven(FedNova(), Size())
+    assert [update.num_steps for update in updates.values()] == [2, 5]
+    assert_example(cohort.weights.client @ cohort.values("local_work"), "fednova.tau_eff")
+    assert_example(run.algorithm.server_update(run.server, cohort).params, "fednova.round1")
+    assert_example(FedAvg().server_update(run.server, cohort).params, "fednova.fedavg_same_updates")
+
+
+def test_with_fedvg_weights():
+    run, _, cohort = uneven(FedNova(), FedVG())
+    assert_example(
+        run.algorithm.server_update(run.server, cohort).params, "fedvg+fednova(s from 2/5-step models).round1"
+    )
+
+
+def test_local_work():
+    assert_example(local_work(3, momentum=0.9), "fednova.a_norm1(momentum rho=.9,tau=3)")
+    assert_example(local_work(3, lr_mu=0.01), "fednova.a_norm1(prox eta*mu=.01,tau=3)")
+    assert local_work(7) == 7
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_equal_work_is_fedavg(momentum):
+    training = replace(TRAINING, optimizer=OptimizerSettings(lr=0.1, momentum=momentum))
+    nova, avg = (Federation(a, Size(), clients(), validation(), training=training) for a in (FedNova(), FedAvg()))
+    for _ in range(3):
+        np.testing.assert_allclose(nova.round(), avg.round(), rtol=1e-12)
+
+
+def test_what_has_no_closed_form_is_refused():
+    with pytest.raises(ValueError, match="fednova needs"):
+        FedNova(mu=0.1).check(LocalTraining(optimizer=OptimizerSettings(momentum=0.9)))

@@ -1,0 +1,88 @@
+"""FedAvgM, FedAdagrad, FedAdam, FedYogi on the quadratic problem, by size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from quadratic import Federation, assert_example, clients, server_of, validation
+
+from raysim.algorithms.fedavg import FedAvg
+from raysim.algorithms.fedavgm import FedAvgM, MomentumServer
+from raysim.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi
+from raysim.state import ClientUpdate
+from raysim.weighting.base import Weights
+from raysim.weighting.fedvg import FedVG
+from raysim.weighting.size import Size
+
+
+def federation(algorithm, weighting=None) -> Federation:
+    return Federation(algorithm, weighting or Size(), clients(), validation())
+
+
+@pytest.mark.parametrize(("nesterov", "name"), [(False, "heavyball"), (True, "nesterov")])
+def test_three_rounds_of_momentum(nesterov, name):
+    run = federation(FedAvgM(nesterov=nesterov))
+    for number in (1, 2, 3):
+        assert_example(run.round(), f"fedavgm.{name}.round{number}")
+
+
+@pytest.mark.parametrize(("nesterov", "name"), [(False, "heavyball"), (True, "nesterov")])
+def test_momentum_with_fedvg_weights(nesterov, name):
+    run = federation(FedAvgM(nesterov=nesterov), FedVG())
+    run.round()
+    assert_example(run.round(), f"fedvg+fedavgm.{name}.round2")
+
+
+@pytest.mark.parametrize(("nesterov", "first", "second"), [(False, 1.0, 2.9), (True, 1.9, 2.9)])
+def test_momentum_by_hand(nesterov, first, second):
+    """w = 0, beta 0.9, mean deltas 1 then 2: heavy ball 1, then 1.9 + ... = 2.9 more; Nesterov 1.9, then 2 + 0.9 * 2.9.
+
+    The stated ends 2.9 are heavy ball's w after round two minus round one's step: v = 0.9 + 2 = 2.9.
+    """
+    algorithm = FedAvgM(nesterov=nesterov)
+    run = federation(algorithm)
+    server = MomentumServer(torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
+    steps = []
+    for delta in (1.0, 2.0):
+        updates = {0: ClientUpdate(torch.full((3,), delta, dtype=torch.float64), 1, 1, 0.0)}
+        after = algorithm.server_update(server, run.cohort(updates, Weights(np.array([1.0]))))
+        steps.append((after.params[0].item(), -after.velocity[0].item()))
+        server = after
+    assert steps[0][0] == pytest.approx(first, rel=1e-12)
+    assert steps[1][1] == pytest.approx(second, rel=1e-12)
+
+
+def test_without_momentum_it_is_fedavg_bit_for_bit():
+    momentum, plain = federation(FedAvgM(momentum=0.0)), federation(FedAvg())
+    for _ in range(3):
+        assert momentum.round().tobytes() == plain.round().tobytes()
+
+
+@pytest.mark.parametrize("v0", [0.0, 1e-06])
+@pytest.mark.parametrize(("kind", "name"), [(FedAdagrad, "adagrad"), (FedAdam, "adam"), (FedYogi, "yogi")])
+def test_adaptive_rounds(kind, name, v0):
+    run = federation(kind(v0=v0))
+    key = "0" if v0 == 0 else "1e-06"
+    assert_example(run.round(), f"fedopt.{name}.v0={key}.round1")
+    assert_example(run.round(), f"fedopt.{name}.v0={key}.round2")
+
+
+def test_bias_correction_is_that_of_adam():
+    """Against torch's Adam fed with the negative mean delta; its eps is added to the corrected root, as tau is."""
+    run = federation(FedAdam(bias_correction=True))
+    params = torch.nn.Parameter(server_of((1.0, -2.0, 0.5)).params)
+    adam = torch.optim.Adam([params], lr=0.1, betas=(0.9, 0.99), eps=1e-3)
+    for _ in range(3):
+        updates, _ = run.train()
+        params.grad = -run.cohort(updates, Weights(np.array([0.75, 0.25]))).mean_delta()
+        adam.step()
+        np.testing.assert_allclose(run.round(), params.detach(), rtol=1e-12)
+
+
+def test_every_delta_up_moves_the_model_up():
+    for algorithm in (FedAvgM(), FedAdagrad(), FedAdam(), FedYogi()):
+        run = federation(algorithm)
+        updates = {0: ClientUpdate(torch.ones(3, dtype=torch.float64), 1, 1, 0.0)}
+        server = algorithm.server_update(run.server, run.cohort(updates, Weights(np.array([1.0]))))
+        assert (server.params > run.server.params).all(), algorithm.name
