@@ -401,3 +401,8 @@ def test_unknown_names_are_listed_with_the_rest(tmp_path):
         load_config(path)
     keys = sorted(problem.split(": ")[1] for problem in caught.value.problems)
     assert keys == ["data.name", "model.name", "rounds", "weighting.name"]
+
+
+def test_an_algorithm_refuses_local_training_it_is_not_defined_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm: scaffold needs client\.optimizer sgd without momentum"):
+        load_config("configs/quickstart.yaml", ["algorithm.name=scaffold", "client.optimizer.momentum=0.9"])

@@ -79,6 +79,6 @@ class FedNova(Algorithm[ServerState, None, NovaUpdate]):
     def server_update(self, server: ServerState, cohort: Cohort[NovaUpdate]) -> ServerState:
         """`theta + tau_eff sum_k w_k delta_k / |a_k|_1`."""
         work, weights = cohort.values("local_work"), cohort.weights.client
-        effective = float(weights @ work)
+        effective = float((weights * work).sum())
         per_step = cohort.delta_weights / (work if cohort.weights.unit is None else work[:, None])
         return ServerState(server.params + cohort.sums(delta=effective * per_step)["delta"])
