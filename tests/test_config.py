@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import QUICKSTART
 
 from raysim.config import ClientSettings, RunConfig, load_config, resolve
 from raysim.errors import ConfigError
@@ -405,4 +406,4 @@ def test_unknown_names_are_listed_with_the_rest(tmp_path):
 
 def test_an_algorithm_refuses_local_training_it_is_not_defined_for(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm: scaffold needs client\.optimizer sgd without momentum"):
-        load_config("configs/quickstart.yaml", ["algorithm.name=scaffold", "client.optimizer.momentum=0.9"])
+        load_config(QUICKSTART, ["algorithm.name=scaffold", "client.optimizer.momentum=0.9"])

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import SIX_CLIENTS, checksums, run
+from runs import QUICKSTART, SIX_CLIENTS, checksums, run
 
 import raysim
 from raysim.config import resolve
@@ -143,7 +143,7 @@ def validation_of(tmp_path):
     """Training examples that the quickstart holds out."""
     from raysim.preparation import prepare_data
 
-    data = prepare_data(raysim.load_config("configs/quickstart.yaml", [f"output.dir={tmp_path}"]))
+    data = prepare_data(raysim.load_config(QUICKSTART, [f"output.dir={tmp_path}"]))
     return np.setdiff1d(np.arange(len(data.dataset.train)), data.partition.indices)
 
 
@@ -204,7 +204,7 @@ def test_client_state_travels_between_rounds_and_into_checkpoints(tmp_path, monk
     from stateful import Counting
 
     config = raysim.load_config(
-        "configs/quickstart.yaml",
+        QUICKSTART,
         [
             f"output.dir={tmp_path}",
             "name=st",
