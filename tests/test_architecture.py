@@ -23,7 +23,7 @@ LEVELS = [
     {"objective", "local", "evaluation", "data", "models"},
     {"algorithms", "weighting", "fusion"},
     {"recording", "execution"},
-    {"config", "preparation", "simulation", "recorder", "sweep", "report"},
+    {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report"},
     {"cli"},
 ]
 NUMERICS = (
@@ -36,7 +36,7 @@ NUMERICS = (
 )
 FAMILIES = {"algorithms", "weighting", "fusion"}
 WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation"}
-WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "executor")}
+WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "backend", "executor")}
 
 
 @dataclass(frozen=True)

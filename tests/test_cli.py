@@ -348,7 +348,12 @@ def test_an_interrupted_run_keeps_its_finished_rounds(file, tmp_path, monkeypatc
         return train_client(setup, objective, broadcast, *rest)
 
     monkeypatch.setattr("raysim.execution.serial.train_client", train_or_interrupt)
-    done = call("run", file)
+    # A shell starts its background jobs with SIGINT ignored, and so would be this test in one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = call("run", file)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == status, done.output
     assert f"raysim: {word}; the finished rounds are kept" in done.stderr
     assert "Traceback" not in done.output

@@ -187,7 +187,7 @@ def test_a_lost_argument_is_told_from_an_error_of_the_unit(monkeypatch):
     import ray
     from ray.exceptions import ObjectLostError, RayTaskError
 
-    from raysim.execution.ray_executor import RayBackend
+    from raysim.execution.ray_backend import RayBackend
     from raysim.execution.ray_pool import InputLost, UnitFailed
 
     def result_of(cause):
