@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import QUICKSTART
 
 from raysim.config import ClientSettings, RunConfig, load_config, resolve
 from raysim.errors import ConfigError
@@ -16,6 +15,7 @@ from raysim.execution.settings import gpu_share
 from raysim.weighting.fedvg import FedVG
 from raysim.weighting.size import Size
 from raysim.weighting.uniform import Uniform
+from runs import QUICKSTART
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from quadratic import START, TRAINING, Quadratic, assert_example, clients
 
+from quadratic import START, TRAINING, Quadratic, assert_example, clients
 from raysim.local import LocalTraining, OptimizerSettings, local_sgd
 from raysim.models import build_model
 from raysim.models.base import InputSpec, ModelSettings

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import QUICKSTART, SIX_CLIENTS, checksums, run
 
 import raysim
 from raysim.config import resolve
@@ -17,6 +16,7 @@ from raysim.recording.checkpoint import read_latest
 from raysim.simulation import sample_cohort
 from raysim.state import record_checksum
 from raysim.vector import checksum
+from runs import QUICKSTART, SIX_CLIENTS, checksums, run
 
 
 def serial(folder, name, *overrides, rounds=2):

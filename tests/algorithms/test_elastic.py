@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from quadratic import LAYOUT, Federation, Quadratic, assert_example, validation
 
+from quadratic import LAYOUT, Federation, Quadratic, assert_example, validation
 from raysim.algorithms.elastic import Elastic, elasticity
 from raysim.objective import Batch
 from raysim.weighting.fedvg import FedVG

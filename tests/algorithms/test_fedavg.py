@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quadratic import LAYOUT, Federation, Quadratic, assert_example, clients, validation
 
+from quadratic import LAYOUT, Federation, Quadratic, assert_example, clients, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.state import ClientUpdate
 from raysim.weighting import WEIGHTINGS

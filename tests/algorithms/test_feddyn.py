@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, example, validation
 
+from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, example, validation
 from raysim.algorithms.feddyn import FedDyn
 from raysim.state import ClientUpdate
 from raysim.weighting.base import Weights

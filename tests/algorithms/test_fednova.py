@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, validation
 
+from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.algorithms.fednova import FedNova, local_work
 from raysim.local import LocalTraining, OptimizerSettings

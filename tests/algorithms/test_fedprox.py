@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quadratic import START, TRAINING, Federation, Quadratic, assert_example, clients, server_of, validation
 
+from quadratic import START, TRAINING, Federation, Quadratic, assert_example, clients, server_of, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.algorithms.fedprox import FedProx
 from raysim.weighting.fedvg import FedVG

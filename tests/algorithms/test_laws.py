@@ -8,8 +8,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from quadratic import LAYOUT, Federation, Quadratic, clients, validation
 
+from quadratic import LAYOUT, Federation, Quadratic, clients, validation
 from raysim.algorithms import ALGORITHMS
 from raysim.state import record_checksum
 from raysim.weighting import WEIGHTINGS

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from quadratic import TRAINING, Federation, Quadratic, assert_example, clients, example, validation
 
+from quadratic import TRAINING, Federation, Quadratic, assert_example, clients, example, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.algorithms.scaffold import Scaffold, ScaffoldClient
 from raysim.local import LocalTraining, OptimizerSettings

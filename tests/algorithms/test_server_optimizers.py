@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quadratic import Federation, assert_example, clients, server_of, validation
 
+from quadratic import Federation, assert_example, clients, server_of, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.algorithms.fedavgm import FedAvgM, MomentumServer
 from raysim.algorithms.fedopt import FedAdagrad, FedAdam, FedYogi

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import checksums, run
 
 import raysim
+from runs import checksums, run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from runs import QUICKSTART, SIX_CLIENTS, KillOnLog, checksums, run, settings
 
 import raysim
 from raysim.algorithms.base import Coefficients
@@ -17,6 +16,7 @@ from raysim.execution.base import Broadcast, WorkItem
 from raysim.preparation import prepare
 from raysim.recording.progress import Silent
 from raysim.simulation import make_executor, sample_cohort
+from runs import QUICKSTART, SIX_CLIENTS, KillOnLog, checksums, run, settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import QUICKSTART, SIX_CLIENTS, settings
 from torch import nn
 
 from raysim.config import load_config
@@ -21,6 +20,7 @@ from raysim.preparation import prepare
 from raysim.recording.progress import Silent
 from raysim.simulation import _check_enough, run_round
 from raysim.weighting.base import Probe
+from runs import QUICKSTART, SIX_CLIENTS, settings
 
 
 class Dropped(nn.Module):

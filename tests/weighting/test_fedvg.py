@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quadratic import EXAMPLES, LAYOUT, REFERENCE, assert_example, validation
 
+from quadratic import EXAMPLES, LAYOUT, REFERENCE, assert_example, validation
 from raysim.data.arrays import ImageSet
 from raysim.models import build_model
 from raysim.models.base import InputSpec, ModelSettings
