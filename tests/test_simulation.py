@@ -28,7 +28,7 @@ def clients(record, **where):
 
 
 def test_a_run_learns_and_leaves_everything_behind(tmp_path):
-    record = run(tmp_path, "q", rounds=8, backend="serial")
+    record = run(tmp_path, "q", rounds=5, backend="serial")
     accuracy = record.rounds["accuracy"].to_pylist()
     assert accuracy[-1] > record.result["initial"]["accuracy"] + 0.3
     assert {path.name for path in record.folder.iterdir()} == {
@@ -43,7 +43,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path):
         "tensorboard",
     }
     result = json.loads((record.folder / "result.json").read_text())
-    assert (result["status"], result["rounds_done"]) == ("finished", 8)
+    assert (result["status"], result["rounds_done"]) == ("finished", 5)
     assert result["final"]["accuracy"] == accuracy[-1]
     assert result["best"]["accuracy"] == max(accuracy)
     assert result["checksums"]["params"] == record.rounds["params_checksum"].to_pylist()[-1]
@@ -52,13 +52,15 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path):
     assert manifest["data"]["class_names"] == [str(k) for k in range(10)]
     assert raysim.load(record.folder).config == record.config
     assert record.class_counts.sum(axis=1).tolist() == record.partition.sizes.tolist()
-    weights = np.array([row["weight"] for row in clients(record)]).reshape(8, 10)
+    weights = np.array([row["weight"] for row in clients(record)]).reshape(5, 10)
     np.testing.assert_allclose(weights.sum(axis=1), 1)
     assert all(row["status"] == "ok" and row["validation_loss"] > 0 for row in clients(record))
 
 
 def test_the_same_seed_repeats_and_another_does_not(tmp_path):
-    first, again, other = (serial(tmp_path, name, f"seed={seed}") for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    first, again, other = (
+        serial(tmp_path, name, f"seed={seed}", rounds=1) for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
     assert checksums(first) == checksums(again)
     assert first.partition.content_hash != other.partition.content_hash
     assert first.result["checksums"] != other.result["checksums"]
