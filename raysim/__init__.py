@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig, load_config
-    from raysim.simulation import RunRecord, load, run
+    from raysim.simulation import RunRecord, Session, load, run
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunRecord", "__version__", "load", "load_config", "run"]
+__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "run"]
 
 _HOMES = {
     "RunConfig": "raysim.config",
     "load_config": "raysim.config",
     "RunRecord": "raysim.simulation",
+    "Session": "raysim.simulation",
     "load": "raysim.simulation",
     "run": "raysim.simulation",
 }

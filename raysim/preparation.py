@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from raysim.config import RunConfig
 from raysim.data import load_dataset
-from raysim.data.arrays import Dataset, ImageSet
+from raysim.data.arrays import Dataset, ImageSet, stratified_sample
 from raysim.data.partition import Partition, make_partition
 from raysim.data.resizing import resize
 from raysim.data.validation import split_validation, stratified_batches
@@ -81,7 +81,7 @@ def prepare_data(config: RunConfig) -> PreparedData:
     Raises:
         ConfigError: Files, labels, sizes or the partition do not work out.
     """
-    dataset = load_dataset(config.data)
+    dataset = _sampled(load_dataset(config.data), config)
     height, width = dataset.train.images.shape[2:]
     size = choose_size(config.model, max(height, width), config.data.image_size)
     notes = list(dataset.notes)
@@ -104,6 +104,18 @@ def prepare_data(config: RunConfig) -> PreparedData:
     if missing:
         notes.append(f"the validation set has no example of: {', '.join(missing)}")
     return PreparedData(dataset, validation, partition, tuple(notes))
+
+
+def _sampled(dataset: Dataset, config: RunConfig) -> Dataset:
+    """The data set with `data.train_images` of its training images."""
+    wanted, labels = config.data.train_images, dataset.train.labels
+    if wanted is None:
+        return dataset
+    if wanted > len(labels):
+        raise ConfigError(f"data.train_images: {wanted}, but {config.data.name} has {len(labels)} training images")
+    return replace(
+        dataset, train=dataset.train.take(stratified_sample(labels, wanted, rng_for(config.seed, Purpose.SUBSET)))
+    )
 
 
 def prepare(config: RunConfig) -> Prepared:

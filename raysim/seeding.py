@@ -29,6 +29,10 @@ class Purpose(IntEnum):
     """A client's local work: order of the examples, dropout."""
     SCORING = 6
     """The fixed batches of the validation set."""
+    SUBSET = 7
+    """Which part of the training data a run uses."""
+    FUSION = 8
+    """The server's own training: order of the validation examples."""
 
 
 def rng_for(seed: int, purpose: Purpose, *, round_num: int = 0, client_id: int = 0) -> np.random.Generator:

@@ -176,6 +176,7 @@ def run(
     *,
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
+    session: Session | None = None,
 ) -> RunRecord:
     """Run a configuration to its end.
 
@@ -184,6 +185,7 @@ def run(
         overrides: `key.path=value`, only with a path.
         progress: Told how it goes; None: nobody.
         command: The command line, for the manifest.
+        session: Whose processes to use; None: they are started for this run and ended with it.
 
     Raises:
         ConfigError: Found before round 1; no run folder is left.
@@ -203,8 +205,8 @@ def run(
                 logger.info(note)
                 progress.message(note)
             check_space(folder, 3 * prepared.demand.model_bytes if config.output.checkpoint_every else 0)
-            executor = make_executor(prepared, progress)
-            with contextlib.closing(executor):
+            with session.used() if session else contextlib.closing(Session()) as own:
+                executor = own.executor(prepared, progress)
                 recorder = Recorder(prepared, executor, started, command)
                 with contextlib.closing(recorder):
                     logger.info("ready after %.1f s", time.perf_counter() - clock)
@@ -222,6 +224,49 @@ def run(
         raise
     result = recorder.finish("finished", None, time.perf_counter() - clock)
     return RunRecord(folder, config, result)
+
+
+class Session:
+    """Keeps the processes of one run for the next: Ray and the pools of actors start once for many runs in a row.
+
+        with raysim.Session() as session:
+            for seed in range(5):
+                raysim.run("configs/quickstart.yaml", [f"seed={seed}", f"name=seed-{seed}"], session=session)
+
+    Pools that a run needs in another shape are started afresh. Results are those of separate runs, bit for bit.
+    """
+
+    def __init__(self) -> None:
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def executor(self, prepared: Prepared, progress: Progress) -> Executor:
+        """The executor of the run before, if it suits this one, else a new one."""
+        executor, settings = self._executor, prepared.config.execution
+        if executor is None or not executor.adopt(prepared.setup, settings, prepared.demand):
+            self.close()
+            executor = self._executor = make_executor(prepared, progress)
+        return executor
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[Session]:
+        """The session for one run; after an error its processes are ended, as units may still run there."""
+        try:
+            yield self
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End every process."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
 
 
 def load(folder: str | Path) -> RunRecord:

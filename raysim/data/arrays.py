@@ -43,6 +43,8 @@ class DataSettings(Section):
         path: The file (npz).
         image_size: Side in pixels that images are resized to; null: the images' own size if the model takes it, else
             the model's.
+        train_images: Training images to use (before a validation set is held out): a stratified sample, drawn with the
+            run's seed; null: all.
         validation: The server's validation set.
     """
 
@@ -50,6 +52,7 @@ class DataSettings(Section):
     root: Path = Path("data")
     path: Path | None = None
     image_size: Count | None = None
+    train_images: Count | None = None
     validation: ValidationSettings = field(default_factory=ValidationSettings)
 
 

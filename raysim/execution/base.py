@@ -18,6 +18,8 @@ from raysim.data.arrays import ImageSet
 from raysim.data.partition import Partition
 from raysim.evaluation import Metrics
 from raysim.execution.faults import Fault
+from raysim.execution.ray_plan import Demand
+from raysim.execution.settings import ExecutionSettings
 from raysim.local import LocalTraining
 from raysim.models.base import InputSpec, ModelSettings
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
@@ -254,6 +256,9 @@ class Executor(Protocol):
 
     def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
         """Metrics of the deployed global model on the test set."""
+
+    def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
+        """Take over another run with the processes as they are; False, and nothing is changed, if it needs other ones."""
 
     def fetch(self, handle: Any) -> Any:
         """The object behind a handle (a client's state, for a checkpoint)."""

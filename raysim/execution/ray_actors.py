@@ -20,13 +20,18 @@ class WorkActor:
     """A client or a scorer, as its pool decides. It holds the setup and a model's memory, never state of a run."""
 
     def __init__(self, setup: Setup, label: str) -> None:
-        self._setup = setup
         self._label = label
-        torch.set_num_threads(setup.threads)
-        self._objective = build_objective(setup, _device())
+        self.adopt(setup)
 
     def __repr__(self) -> str:
         return self._label
+
+    def adopt(self, setup: Setup) -> tuple[int, str]:
+        """Work for this run from now on; nothing of the one before is left."""
+        self._setup = setup
+        torch.set_num_threads(setup.threads)
+        self._objective = build_objective(setup, _device())
+        return self.hello()
 
     def hello(self) -> tuple[int, str]:
         """Process id and node id; answers once the model is built."""

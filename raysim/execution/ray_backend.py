@@ -31,7 +31,7 @@ class RayBackend:
 
     def __init__(self, plan: Plan, setup_ref: Any, group: PlacementGroup | None) -> None:
         self._plan = plan
-        self._setup_ref = setup_ref
+        self.setup_ref = setup_ref
         self._group = group
         self._run_id = uuid.uuid4().hex[:8]
         self._actors: dict[str, Any] = {}
@@ -52,8 +52,13 @@ class RayBackend:
         else:
             options |= {"num_cpus": plan.client_cpus, "num_gpus": ray_gpus(plan.client_gpus)}
         actor_class: Any = WorkActor
-        self._actors[slot] = actor_class.options(**options).remote(self._setup_ref, slot)
+        self._actors[slot] = actor_class.options(**options).remote(self.setup_ref, slot)
         ref: Ref = self._actors[slot].hello.remote()
+        return ref
+
+    def adopt(self, slot: str) -> Ref:
+        """Give the slot's actor the setup that is now in `setup_ref`."""
+        ref: Ref = self._actors[slot].adopt.remote(self.setup_ref)
         return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:

@@ -92,6 +92,19 @@ class RayExecutor:
             pool.start()
         wait_until_started([self._scorers, self._clients], self._backend)
 
+    def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
+        """Take over another run with the pools as they are; False if it would get other ones."""
+        assert self._backend is not None
+        if settings != self._settings or make_plan(settings, cluster_nodes(), demand) != self.plan:
+            return False
+        self._setup, self._units = setup, {}
+        self._backend.setup_ref = ray.put(setup)
+        pools = [self._scorers, self._clients]
+        for pool in pools:
+            pool.adopt()
+        wait_until_started(pools, self._backend)
+        return True
+
     def _pool(self, role: str, count: int, timeout: float) -> Pool:
         assert self._backend is not None
         slots = [f"{role}-{i}" for i in range(count)]

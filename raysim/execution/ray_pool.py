@@ -77,6 +77,9 @@ class Backend(Protocol):
     def start(self, slot: str, generation: int) -> Ref:
         """Begin to create the slot's actor; its result is (process id, node id)."""
 
+    def adopt(self, slot: str) -> Ref:
+        """Have the slot's idle actor take over another run; its result is that of `start`."""
+
     def submit(self, slot: str, unit: Unit) -> Ref:
         """Run a unit on the slot's actor."""
 
@@ -137,6 +140,11 @@ class Pool:
         for name in self.slots:
             self._slots[name] = _Slot(name)
             self._start(self._slots[name])
+
+    def adopt(self) -> None:
+        """Have all actors, which are idle, take over another run."""
+        for slot in self._slots.values():
+            slot.since, slot.ref = self.clock(), self.backend.adopt(slot.name)
 
     @property
     def refs(self) -> list[Ref]:

@@ -18,6 +18,8 @@ import numpy as np
 from raysim.algorithms.base import Coefficients
 from raysim.evaluation import Metrics, metrics_of
 from raysim.execution.base import Broadcast, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
+from raysim.execution.ray_plan import Demand
+from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import (
     build_objective,
     evaluate_shard,
@@ -37,6 +39,13 @@ class SerialExecutor:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._objective = build_objective(setup)
+
+    def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
+        """Take over another run, if it is to be serial."""
+        if settings.backend != "serial":
+            return False
+        self._setup, self._objective = setup, build_objective(setup)
+        return True
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
