@@ -23,6 +23,8 @@ Fraction = Annotated[float, Gt(0), Le(1)]
 """A share in (0, 1]."""
 ProperFraction = Annotated[float, Gt(0), Lt(1)]
 """A share strictly between 0 and 1."""
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+"""A number in [0, 1): a momentum, the decay of a moving average, a share that leaves something over."""
 
 
 @dataclass(frozen=True)

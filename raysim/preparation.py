@@ -134,6 +134,7 @@ def prepare(config: RunConfig) -> Prepared:
     assert config.weighting is not None
     setup = Setup(
         seed=config.seed,
+        rounds=config.rounds,
         algorithm=config.algorithm,
         weighting=config.weighting,
         training=config.client,

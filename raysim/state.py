@@ -58,7 +58,7 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client sends after local work. Algorithms extend it with further vectors.
+    """What a client sends after local work. Algorithms extend it with further vectors and plain numbers (or tuples of them).
 
     Attributes:
         delta: `params_end - params_start`, [P].
@@ -106,6 +106,17 @@ def to_arrays(record: Any) -> Arrays:
 def from_arrays(kind: type[Record], arrays: Mapping[str, np.ndarray], device: torch.device | str = "cpu") -> Record:
     """The inverse of `to_arrays`. On the CPU the tensors share memory with `arrays`: read them, never write them."""
     return kind(**{name: as_tensor(a, device) if a.ndim else a.item() for name, a in arrays.items()})
+
+
+def vectors_and_numbers(update: ClientUpdate) -> tuple[Arrays, dict[str, Any]]:
+    """The two ways an update's fields travel: tensors as vectors, plain numbers and tuples of numbers as what they are."""
+    vectors, numbers = {}, {}
+    for name, array in to_arrays(update).items():
+        if isinstance(getattr(update, name), torch.Tensor) and array.ndim:
+            vectors[name] = array
+        else:
+            numbers[name] = tuple(array.tolist()) if array.ndim else array.item()
+    return vectors, numbers
 
 
 def as_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -35,6 +35,7 @@ class Setup:
 
     Attributes:
         seed: Of the run.
+        rounds: Of the run; learning-rate schedules look at it.
         algorithm: How clients train and the server steps.
         weighting: How much each client counts.
         training: Local training.
@@ -55,6 +56,7 @@ class Setup:
     """
 
     seed: int
+    rounds: int
     algorithm: AnyAlgorithm
     weighting: Weighting
     training: LocalTraining
@@ -127,14 +129,14 @@ class TrainReport:
     """What comes back beside the vectors of an update.
 
     Attributes:
-        scalars: The plain numbers of the update (num_examples, num_steps, loss, ...).
+        scalars: The plain numbers of the update (num_examples, num_steps, loss, ...), or tuples of them.
         buffer_ints: int64 [I], the model's integer buffers after local work.
         nonfinite: Name of the first tensor, state or number of the update with a NaN or infinity, or None.
         state_checksum: Of the client's new state; None for stateless methods.
         seconds: Time the unit took in its process.
     """
 
-    scalars: Mapping[str, float]
+    scalars: Mapping[str, Any]
     buffer_ints: np.ndarray
     nonfinite: str | None
     state_checksum: str | None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from raysim.execution.faults import strike
 from raysim.models import build_model
 from raysim.objective import Batch, ModelObjective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
-from raysim.state import Arrays, Buffers, as_tensor, record_checksum, to_arrays
+from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
 from raysim.weighting.base import Probe, Sums, Weighting
 
@@ -85,15 +86,14 @@ def train_client(
         client = state.unpack(device) if state.kind is not None else setup.algorithm.init_client(server.params)
         rng = rng_for(setup.seed, Purpose.LOCAL, round_num=broadcast.round_num, client_id=item.client_id)
         with torch_seeded_from(rng, device), bound.training():
-            update, client = setup.algorithm.client_update(server, client, bound, setup.training, rng)
-    values = to_arrays(update)
-    arrays = {name: value for name, value in values.items() if value.ndim}
+            training = setup.training.at(broadcast.round_num, setup.rounds)
+            update, client = setup.algorithm.client_update(server, client, bound, training, rng)
+    arrays, scalars = vectors_and_numbers(update)
     if "nan" in faults:
         arrays["delta"] = np.full_like(arrays["delta"], np.nan)
     arrays[BUFFER_FLOATS] = bound.buffers.floats.detach().cpu().numpy().copy()
     arrays[BUFFER_INTS] = bound.buffers.ints.cpu().numpy().copy()
     packed = Packed.of(client)
-    scalars = {name: value.item() for name, value in values.items() if not value.ndim}
     report = TrainReport(
         scalars=scalars,
         buffer_ints=arrays[BUFFER_INTS],
@@ -206,7 +206,7 @@ def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Bat
     return (bound.take(indices) for indices in shard)
 
 
-def _first_nonfinite(update: Arrays, state: Arrays, scalars: Mapping[str, float], layout: VectorLayout) -> str | None:
+def _first_nonfinite(update: Arrays, state: Arrays, scalars: Mapping[str, Any], layout: VectorLayout) -> str | None:
     """Name of the first thing with a NaN or infinity in what a client returns: a tensor of the delta, a vector, a number."""
     for name, array in update.items():
         if np.issubdtype(array.dtype, np.floating) and (index := first_nonfinite(array)) is not None:
@@ -214,4 +214,4 @@ def _first_nonfinite(update: Arrays, state: Arrays, scalars: Mapping[str, float]
     for name, array in state.items():
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             return f"client state {name}"
-    return next((name for name, value in scalars.items() if not np.isfinite(value)), None)
+    return next((name for name, value in scalars.items() if not np.isfinite(value).all()), None)
