@@ -17,7 +17,7 @@ from raysim.execution.work import sum_updates
 from raysim.local import LocalTraining, OptimizerSettings
 from raysim.objective import Batch, BatchSums
 from raysim.seeding import Purpose, rng_for
-from raysim.state import ClientUpdate, Population, ServerState, to_arrays
+from raysim.state import ClientUpdate, Population, ServerState, vectors_and_numbers
 from raysim.vector import VectorLayout
 from raysim.weighting.base import Report, Weighting, Weights
 
@@ -82,7 +82,7 @@ def validation() -> Quadratic:
 
 @dataclass
 class Federation:
-    """A server and clients that run rounds of any algorithm and weighting, all clients in every round."""
+    """A server and clients that run rounds of any algorithm and weighting, all clients in every round unless told."""
 
     algorithm: AnyAlgorithm
     weighting: Weighting
@@ -91,6 +91,7 @@ class Federation:
     training: LocalTraining = TRAINING
     start: Sequence[float] = START
     num_clients: int | None = None
+    rounds: int = 10
     round_num: int = 0
 
     def __post_init__(self) -> None:
@@ -107,14 +108,13 @@ class Federation:
         return self.server.params.numpy()
 
     def train(self, order: Sequence[int] | None = None) -> tuple[dict[int, ClientUpdate], dict[int, Any]]:
-        """Local work of all clients, in any order; the results do not depend on it."""
+        """Local work of all clients or of some, in any order; the results do not depend on it."""
         updates, states = {}, {}
+        training = self.training.at(max(self.round_num, 1), self.rounds)
         for k in order if order is not None else range(len(self.objectives)):
             rng = rng_for(0, Purpose.LOCAL, round_num=self.round_num, client_id=k)
             state = self.states.get(k, self.algorithm.init_client(self.server.params))
-            updates[k], states[k] = self.algorithm.client_update(
-                self.server, state, self.objectives[k], self.training, rng
-            )
+            updates[k], states[k] = self.algorithm.client_update(self.server, state, self.objectives[k], training, rng)
         return updates, states
 
     def report(self, k: int, update: ClientUpdate) -> Report:
@@ -139,13 +139,13 @@ class Federation:
 
     def cohort(self, updates: Mapping[int, ClientUpdate], weights: Weights) -> Cohort[Any]:
         ids = sorted(updates)
-        arrays = [to_arrays(updates[k]) for k in ids]
+        sent = [vectors_and_numbers(updates[k]) for k in ids]
         return Cohort(
             client_ids=tuple(ids),
             weights=weights,
             population=self.population,
-            scalars=[{name: value.item() for name, value in a.items() if not value.ndim} for a in arrays],
-            summation=lambda coefficients: sum_updates(ids, lambda i: arrays[i], coefficients),
+            scalars=[numbers for _, numbers in sent],
+            summation=lambda coefficients: sum_updates(ids, lambda i: sent[i][0], coefficients),
             dtype=self.server.params.dtype,
         )
 

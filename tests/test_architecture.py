@@ -21,7 +21,7 @@ ROOT = Path(raysim.__file__).parent
 LEVELS = [
     {"vector", "seeding", "state", "errors", "fields"},
     {"objective", "local", "evaluation", "data", "models"},
-    {"algorithms", "weighting", "fusion"},
+    {"algorithms", "cohort", "weighting", "fusion"},
     {"recording", "execution"},
     {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report"},
     {"cli"},
@@ -31,6 +31,7 @@ NUMERICS = (
     "raysim.state",
     "raysim.weighting",
     "raysim.algorithms",
+    "raysim.cohort",
     "raysim.execution.work",
     "raysim.evaluation",
 )
