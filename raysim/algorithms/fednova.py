@@ -1,7 +1,9 @@
 """FedNova: deltas are normalised by the local work behind them before they are averaged.
 
     tau_eff = sum_k w_k |a_k|_1
-    theta <- theta + tau_eff sum_k w_k delta_k / |a_k|_1
+    D <- tau_eff sum_k w_k delta_k / |a_k|_1
+    v <- server_momentum v + D
+    theta <- theta + v
 
 |a_k|_1 is the total weight that a client's optimizer gave to its gradients, in units of the learning rate, with tau steps:
 tau for plain SGD; (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) for momentum rho; (1 - (1 - lr mu)^tau) / (lr mu) with a
@@ -16,9 +18,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from raysim.algorithms.base import Algorithm, Cohort
-from raysim.fields import NonNegative
+from raysim.fields import BelowOne, NonNegative
 from raysim.local import LocalTraining, local_sgd
 from raysim.objective import Objective
 from raysim.state import ClientUpdate, Population, ServerState
@@ -30,6 +33,13 @@ class NovaUpdate(ClientUpdate):
     """An update with |a_k|_1."""
 
     local_work: float
+
+
+@dataclass(frozen=True)
+class NovaServer(ServerState):
+    """The model and the velocity v [P]."""
+
+    velocity: Vector
 
 
 def local_work(num_steps: int, *, momentum: float = 0.0, lr_mu: float = 0.0) -> float:
@@ -47,10 +57,12 @@ class FedNova(Algorithm[ServerState, None, NovaUpdate]):
 
     Attributes:
         mu: Proximal term of the clients (0: none).
+        server_momentum: Momentum of the server's step (0: none; `gmf` in the authors' code).
     """
 
     name: Literal["fednova"] = "fednova"
     mu: NonNegative = 0.0
+    server_momentum: BelowOne = 0.0
 
     def check(self, training: LocalTraining) -> None:
         """The closed forms hold for SGD, with momentum or a proximal term, not both."""
@@ -62,8 +74,8 @@ class FedNova(Algorithm[ServerState, None, NovaUpdate]):
             )
 
     def init_server(self, params: Vector, population: Population) -> ServerState:
-        """The global model, nothing else."""
-        return ServerState(params)
+        """The global model, and v = 0 if there is momentum."""
+        return NovaServer(params, torch.zeros_like(params)) if self.server_momentum else ServerState(params)
 
     def client_update(
         self, server: ServerState, client: None, objective: Objective, training: LocalTraining, rng: np.random.Generator
@@ -77,8 +89,12 @@ class FedNova(Algorithm[ServerState, None, NovaUpdate]):
         return NovaUpdate(delta, objective.num_examples, local.num_steps, local.loss, work), None
 
     def server_update(self, server: ServerState, cohort: Cohort[NovaUpdate]) -> ServerState:
-        """`theta + tau_eff sum_k w_k delta_k / |a_k|_1`."""
+        """The normalised step D, with momentum if there is any."""
         work, weights = cohort.values("local_work"), cohort.weights.client
         effective = float((weights * work).sum())
         per_step = cohort.delta_weights / (work if cohort.weights.unit is None else work[:, None])
-        return ServerState(server.params + cohort.sums(delta=effective * per_step)["delta"])
+        step = cohort.sums(delta=effective * per_step)["delta"]
+        if not isinstance(server, NovaServer):
+            return ServerState(server.params + step)
+        velocity = self.server_momentum * server.velocity + step
+        return NovaServer(server.params + velocity, velocity)

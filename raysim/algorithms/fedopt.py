@@ -18,24 +18,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from annotated_types import Ge, Lt
 
 from raysim.algorithms.base import Algorithm, Cohort
-from raysim.fields import NonNegative, Positive
+from raysim.fields import BelowOne, NonNegative, Positive
 from raysim.local import LocalTraining, local_sgd
 from raysim.objective import Objective
 from raysim.state import ClientUpdate, Population, ServerState
 from raysim.vector import Vector
 
-Decay = Annotated[float, Ge(0), Lt(1)]
-
 
 @dataclass(frozen=True)
-class AdaptiveServer(ServerState):
+class OptServer(ServerState):
     """The model, first moment m [P], second moment v [P], steps taken."""
 
     first: Vector
@@ -44,7 +41,7 @@ class AdaptiveServer(ServerState):
 
 
 @dataclass(frozen=True)
-class FedOpt(Algorithm[AdaptiveServer, None, ClientUpdate]):
+class FedOpt(Algorithm[OptServer, None, ClientUpdate]):
     """What the three optimizers share; they differ in the second moment.
 
     Attributes:
@@ -56,45 +53,33 @@ class FedOpt(Algorithm[AdaptiveServer, None, ClientUpdate]):
     """
 
     server_lr: Positive = 0.1
-    beta1: Decay = 0.9
+    beta1: BelowOne = 0.9
     tau: Positive = 1e-3
     v0: NonNegative = 0.0
     bias_correction: bool = False
 
     @abstractmethod
-    def second_moment(self, v: Vector, squared: Vector) -> Vector:
-        """The new second moment from the old one and D^2."""
+    def second_moment(self, v: Vector, squared: Vector, steps: int) -> tuple[Vector, float]:
+        """The new second moment from the old one and D^2, and what bias correction divides it by."""
 
-    def second_correction(self, steps: int) -> float:
-        """What the second moment is divided by under `bias_correction`."""
-        return 1.0
-
-    def init_server(self, params: Vector, population: Population) -> AdaptiveServer:
+    def init_server(self, params: Vector, population: Population) -> OptServer:
         """M = 0, v = v0."""
-        zeros = params.new_zeros(params.shape)
-        return AdaptiveServer(params, zeros, torch.full_like(params, self.v0), 0)
+        return OptServer(params, torch.zeros_like(params), torch.full_like(params, self.v0), 0)
 
     def client_update(
-        self,
-        server: AdaptiveServer,
-        client: None,
-        objective: Objective,
-        training: LocalTraining,
-        rng: np.random.Generator,
+        self, server: OptServer, client: None, objective: Objective, training: LocalTraining, rng: np.random.Generator
     ) -> tuple[ClientUpdate, None]:
         """`delta = theta_k - theta` after local SGD."""
         local = local_sgd(objective, server.params, training, rng)
         return ClientUpdate(local.params - server.params, objective.num_examples, local.num_steps, local.loss), None
 
-    def server_update(self, server: AdaptiveServer, cohort: Cohort[ClientUpdate]) -> AdaptiveServer:
+    def server_update(self, server: OptServer, cohort: Cohort[ClientUpdate]) -> OptServer:
         """One adaptive step along the mean delta."""
         delta, steps = cohort.mean_delta(), server.steps + 1
         first = self.beta1 * server.first + (1 - self.beta1) * delta
-        second = self.second_moment(server.second, delta**2)
-        m, v = first, second
-        if self.bias_correction:
-            m, v = first / (1 - self.beta1**steps), second / self.second_correction(steps)
-        return AdaptiveServer(server.params + self.server_lr * m / (v.sqrt() + self.tau), first, second, steps)
+        second, correction = self.second_moment(server.second, delta**2, steps)
+        m, v = (first / (1 - self.beta1**steps), second / correction) if self.bias_correction else (first, second)
+        return OptServer(server.params + self.server_lr * m / (v.sqrt() + self.tau), first, second, steps)
 
 
 @dataclass(frozen=True)
@@ -102,48 +87,32 @@ class FedAdagrad(FedOpt):
     """The second moment is the sum of squares; no first moment by default (paper: beta1 = 0)."""
 
     name: Literal["fedadagrad"] = "fedadagrad"
-    beta1: Decay = 0.0
+    beta1: BelowOne = 0.0
 
-    def second_moment(self, v: Vector, squared: Vector) -> Vector:
-        """V + D^2."""
-        return v + squared
+    def second_moment(self, v: Vector, squared: Vector, steps: int) -> tuple[Vector, float]:
+        """V + D^2; a sum has no bias."""
+        return v + squared, 1.0
 
 
 @dataclass(frozen=True)
 class FedAdam(FedOpt):
-    """The second moment is a moving average of squares.
-
-    Attributes:
-        beta2: Its decay (paper: 0.99).
-    """
+    """The second moment is a moving average of squares with decay `beta2` (paper: 0.99)."""
 
     name: Literal["fedadam"] = "fedadam"
-    beta2: Decay = 0.99
+    beta2: BelowOne = 0.99
 
-    def second_moment(self, v: Vector, squared: Vector) -> Vector:
+    def second_moment(self, v: Vector, squared: Vector, steps: int) -> tuple[Vector, float]:
         """beta2 v + (1 - beta2) D^2."""
-        return self.beta2 * v + (1 - self.beta2) * squared
-
-    def second_correction(self, steps: int) -> float:
-        """1 - beta2^steps."""
-        return float(1 - self.beta2**steps)
+        return self.beta2 * v + (1 - self.beta2) * squared, 1 - self.beta2**steps
 
 
 @dataclass(frozen=True)
 class FedYogi(FedOpt):
-    """The second moment moves toward the square by a step that does not depend on their distance.
-
-    Attributes:
-        beta2: One minus the relative size of that step (paper: 0.99).
-    """
+    """The second moment moves toward the square by 1 - `beta2` of it (paper: 0.99), however far the two are apart."""
 
     name: Literal["fedyogi"] = "fedyogi"
-    beta2: Decay = 0.99
+    beta2: BelowOne = 0.99
 
-    def second_moment(self, v: Vector, squared: Vector) -> Vector:
+    def second_moment(self, v: Vector, squared: Vector, steps: int) -> tuple[Vector, float]:
         """V - (1 - beta2) D^2 sign(v - D^2)."""
-        return v - (1 - self.beta2) * squared * torch.sign(v - squared)
-
-    def second_correction(self, steps: int) -> float:
-        """1 - beta2^steps."""
-        return float(1 - self.beta2**steps)
+        return v - (1 - self.beta2) * squared * torch.sign(v - squared), 1 - self.beta2**steps

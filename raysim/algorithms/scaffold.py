@@ -7,12 +7,12 @@
              c <- c + (1/N) sum_{k in cohort} (c_k+ - c_k)
 
 c and every c_k start at 0, so round one is FedAvg. `sum_j lr_j` is K lr with the optimizer steps K that the client really
-took. The control variates live on trainable parameters only. The division by `sum_j lr_j` holds for plain SGD: momentum,
-weight decay and adaptive optimizers are refused.
+took. The control variates live on trainable parameters only. The division by `sum_j lr_j` holds for plain SGD: with option II
+momentum, weight decay and adaptive optimizers are refused.
 
 Reference: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, Algorithm 1.
-Differs from the FedVG authors' code: c_k is kept between rounds (there it stays 0, which is another method), local epochs are
-epochs. With FedVG: its weights act on the x step only; c keeps the mean over all N.
+Differs from the FedVG authors' code: c_k is kept between rounds (there it stays 0, which is another method: `stateless`), local
+epochs are epochs. With FedVG: its weights act on the x step only; c keeps the mean over all N.
 """
 
 from __future__ import annotations
@@ -59,21 +59,23 @@ class Scaffold(Algorithm[ScaffoldServer, ScaffoldClient, ScaffoldUpdate]):
         server_lr: Learning rate of the server's step (1 in the paper's experiments).
         option: How a client renews its control variate: II (from its own steps, the paper's choice) or I (its full gradient
             at x, one more pass over its data).
+        stateless: c_k = 0 always, as in the FedVG authors' code; for comparison with their numbers only.
     """
 
     name: Literal["scaffold"] = "scaffold"
     server_lr: Positive = 1.0
     option: Literal["I", "II"] = "II"
+    stateless: bool = False
 
     default_weighting: ClassVar[str] = "uniform"
 
     def check(self, training: LocalTraining) -> None:
         """Only plain SGD makes `(x - y) / sum lr` the mean gradient."""
         optimizer = training.optimizer
-        if optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay:
+        if self.option == "II" and (optimizer.name != "sgd" or optimizer.momentum or optimizer.weight_decay):
             raise ValueError(
-                "algorithm: scaffold needs client.optimizer sgd without momentum and weight_decay: "
-                "its control variates are mean gradients of plain SGD steps"
+                "algorithm: scaffold needs client.optimizer sgd without momentum and weight_decay, or option I: "
+                "the control variates of option II are mean gradients of plain SGD steps"
             )
 
     def init_server(self, params: Vector, population: Population) -> ScaffoldServer:
@@ -102,7 +104,7 @@ class Scaffold(Algorithm[ScaffoldServer, ScaffoldClient, ScaffoldUpdate]):
         delta, steps = local.params - x, local.num_steps
         return (
             ScaffoldUpdate(delta, objective.num_examples, steps, local.loss, renewed - c_k),
-            ScaffoldClient(renewed),
+            client if self.stateless else ScaffoldClient(renewed),
         )
 
     def server_update(self, server: ScaffoldServer, cohort: Cohort[ScaffoldUpdate]) -> ScaffoldServer:
