@@ -64,8 +64,8 @@ class Cohort(Generic[Up]):
 
     @property
     def delta_weights(self) -> np.ndarray:
-        """The weights that apply to parameters: [C, U] if the weighting gives them per unit, else [C]."""
-        return self.weights.client if self.weights.unit is None else self.weights.unit
+        """The factors of the deltas in a weighted mean: [C, U] if the weighting gives weights per unit, else [C]."""
+        return self.weights.deltas
 
     def values(self, name: str) -> np.ndarray:
         """A number of each update as float64 [C], or its tuple of T numbers as [C, T]."""

@@ -57,10 +57,8 @@ def _one_of(registry: Mapping[str, type]) -> Any:
 
 if TYPE_CHECKING:
     AlgorithmSection = AnyAlgorithm
-    WeightingSection = Weighting
 else:
     AlgorithmSection = _one_of(ALGORITHMS)
-    WeightingSection = _one_of(WEIGHTINGS)
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class RunConfig(Section):
     model: ModelSettings = field(default_factory=ModelSettings)
     client: ClientSettings = field(default_factory=ClientSettings)
     algorithm: AlgorithmSection = field(default_factory=ALGORITHMS["fedavg"])
-    weighting: WeightingSection | None = None
+    weighting: Weighting | None = None
     scoring: ScoringSettings = field(default_factory=ScoringSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
@@ -272,10 +270,11 @@ def _walk(loc: Sequence[int | str], values: Mapping[str, Any]) -> tuple[KeyPath,
 
 def _section_at(section: Any, key: str, given: Any) -> Any:
     """The dataclass behind a key of a section, picked by `name` where there are several; None for a plain value."""
-    if section is RunConfig and key in ("algorithm", "weighting"):
-        name = given.get("name") if isinstance(given, Mapping) else None
-        return _registry(key).get(str(name), next(iter(_registry(key).values())))
     hint = typing.get_type_hints(section)[key]
+    if hint in (Weighting, Weighting | None) or (section is RunConfig and key == "algorithm"):
+        registry = _registry(key)
+        name = given.get("name") if isinstance(given, Mapping) else None
+        return registry.get(str(name), next(iter(registry.values())))
     return hint if dataclasses.is_dataclass(hint) else None
 
 

@@ -66,6 +66,9 @@ class Objective(Protocol):
     def add_gradient(self, batch: Batch) -> BatchSums:
         """Add the gradient of the batch's *summed* loss at `params` to `grad`."""
 
+    def losses(self, batch: Batch) -> BatchSums:
+        """The same sums without a gradient."""
+
     def output_energy_gradient(self, batch: Batch) -> Vector:
         """Gradient [P] of the mean squared output over the batch at `params`; needs no labels, buffers do not move."""
 
@@ -168,11 +171,20 @@ class ModelObjective:
 
     def add_gradient(self, batch: Batch) -> BatchSums:
         """Add the gradient of the batch's *summed* loss at `params` to `grad`."""
+        loss, sums = self._summed(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return sums
+
+    @torch.no_grad()
+    def losses(self, batch: Batch) -> BatchSums:
+        """The same sums without a gradient."""
+        return self._summed(batch)[1]
+
+    def _summed(self, batch: Batch) -> tuple[torch.Tensor, BatchSums]:
         logits = self.module(batch.inputs)
         loss = F.cross_entropy(logits, batch.labels, reduction="sum")
-        loss.backward()  # type: ignore[no-untyped-call]
         correct = (logits.detach().argmax(dim=1) == batch.labels).sum()
-        return BatchSums(loss.item(), int(correct.item()), len(batch.labels))
+        return loss, BatchSums(loss.item(), int(correct.item()), len(batch.labels))
 
     def output_energy_gradient(self, batch: Batch) -> Vector:
         """Gradient [P] of the mean squared output over the batch at `params`; needs no labels, buffers do not move."""

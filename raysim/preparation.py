@@ -20,9 +20,14 @@ from raysim.execution.faults import Fault
 from raysim.execution.ray_plan import Demand, local_nodes, make_plan, starts_ray
 from raysim.models import build_model, choose_size
 from raysim.models.base import InputSpec
+from raysim.models.graph import module_edges
 from raysim.objective import ModelObjective
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, Population, RoundState
+from raysim.weighting.base import Needs
+
+PASSES: dict[Needs, float] = {"nothing": 0.0, "vectors": 0.0, "losses": 1 / 3, "gradient": 1.0}
+"""Cost of scoring an image, in forward and backward passes: a forward pass is about a third of both."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Prepared:
         setup: What every process holds.
         population: All clients.
         initial: The state before round 1.
+        class_counts: [N, K], training examples of each class at each client.
         class_names: Names of the classes.
         origin: Where the data came from.
         notes: What a user should know before the run begins.
@@ -43,6 +49,7 @@ class Prepared:
     setup: Setup
     population: Population
     initial: RoundState
+    class_counts: np.ndarray
     class_names: tuple[str, ...]
     origin: str
     notes: tuple[str, ...]
@@ -55,7 +62,7 @@ class Prepared:
         return Demand(
             cohort=self.config.cohort_size,
             clients=self.population.num_clients,
-            scoring_ratio=len(setup.validation) / max(trained, 1.0) if setup.weighting.needs_probe else 0.0,
+            scoring_ratio=PASSES[setup.weighting.needs] * len(setup.validation) / max(trained, 1.0),
             model_bytes=4 * self.population.layout.size,
         )
 
@@ -132,6 +139,11 @@ def prepare(config: RunConfig) -> Prepared:
     objective = ModelObjective(model, data.validation)
     notes = [*data.notes, *_check_training(config, data, objective)]
     assert config.weighting is not None
+    layout = objective.layout
+    if config.weighting.needs_edges:
+        layout = replace(layout, edges=module_edges(model))
+        if not layout.edges:
+            notes.append(f"{config.model.name} cannot be traced: units next to each other in its order are neighbours")
     setup = Setup(
         seed=config.seed,
         rounds=config.rounds,
@@ -153,7 +165,7 @@ def prepare(config: RunConfig) -> Prepared:
         client_timeout_s=config.client.timeout_s,
         faults=Fault.from_environment(),
     )
-    population = Population(tuple(data.partition.sizes.tolist()), objective.layout)
+    population = Population(tuple(data.partition.sizes.tolist()), layout)
     server = config.algorithm.init_server(objective.params.clone(), population)
     buffers = Buffers(objective.buffers.floats.clone(), objective.buffers.ints.clone())
     prepared = Prepared(
@@ -161,6 +173,7 @@ def prepare(config: RunConfig) -> Prepared:
         setup=setup,
         population=population,
         initial=RoundState(0, server, buffers),
+        class_counts=data.class_counts,
         class_names=dataset.class_names,
         origin=dataset.origin,
         notes=tuple(notes),
@@ -181,7 +194,7 @@ def _check_batch_norm(config: RunConfig, data: PreparedData) -> None:
         alone = int((sizes % client.batch_size == 1).sum() if client.batch_size else (sizes == 1).sum())
         if alone:
             problems.append(f"client.last_batch: keep leaves {alone} clients with a last batch of one, {why}; use auto")
-    if config.weighting is not None and config.weighting.needs_probe and config.scoring.batch_norm == "batch":
+    if config.weighting is not None and PASSES[config.weighting.needs] and config.scoring.batch_norm == "batch":
         if config.scoring.batch_size == 1:
             problems.append(f"scoring.batch_size: 1, {why}")
         if len(data.validation) == 1:

@@ -87,7 +87,7 @@ class Recorder:
             self._board = TensorBoardWriter(
                 self.folder,
                 class_names=prepared.class_names,
-                unit_names=prepared.population.layout.names,
+                unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
                 num_clients=prepared.population.num_clients,
             )
             self._board.write_config(config.as_yaml())
@@ -230,7 +230,7 @@ def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.nda
                 scorer_attempt=scorer.attempt if scorer else None,
                 started=outcome.started,
                 finished=outcome.finished,
-                unit_norms=tuple(probe.unit_norms.tolist()) if probe is not None and finite else None,
+                unit_norms=tuple(probe.values.tolist()) if probe is not None and finite else None,
             )
         )
     return records

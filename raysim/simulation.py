@@ -118,7 +118,8 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     usable = [outcome for outcome in outcomes if outcome.status == "ok"]
     server, buffers, weights = state.server, state.buffers, None
     if usable:
-        weights = setup.weighting.weights([o.report() for o in usable], reference, population.layout)
+        reports = [outcome.report(prepared.class_counts[outcome.client_id]) for outcome in usable]
+        weights = setup.weighting.weights(reports, reference, population.layout)
         summation = _Summation(executor, usable, weights)
         cohort: Cohort[Any] = Cohort(
             client_ids=tuple(o.client_id for o in usable),

@@ -51,10 +51,12 @@ class VectorLayout:
     Attributes:
         names: Dotted parameter names in module order.
         shapes: Shape of each tensor.
+        edges: Pairs of modules of which the first feeds the second; empty where nobody asked for them.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    edges: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> VectorLayout:
@@ -82,27 +84,45 @@ class VectorLayout:
         """Name of the tensor that holds the scalar at `index`."""
         return next(name for name, part in zip(self.names, self.slices, strict=True) if index < part.stop)
 
-    def units(self, granularity: Granularity) -> tuple[Unit, ...]:
-        """The units at one granularity, in order of their first tensor.
+    def units(self, granularity: Granularity | Literal["model"]) -> tuple[Unit, ...]:
+        """The units at one granularity, in order of their first tensor; `model` is a single one of everything.
 
         `tensor`: every parameter tensor. `module`: the tensors of one module (weight and bias) together. `block`: the
         repeated blocks of a family (`layer1`, `blocks.3`, `encoder_layer_2`), the head as `classifier` and everything else
         as `base`; a network without repeated blocks has one block per top-level module.
         """
-        if granularity == "tensor":
-            labels: Sequence[str] = self.names
-        elif granularity == "module":
-            labels = [name.rpartition(".")[0] or name for name in self.names]
-        else:
-            labels = self._block_labels()
         groups: dict[str, list[slice]] = {}
-        for label, part in zip(labels, self.slices, strict=True):
+        for label, part in zip(self._labels(granularity), self.slices, strict=True):
             parts = groups.setdefault(label, [])
             if parts and parts[-1].stop == part.start:
                 parts[-1] = slice(parts[-1].start, part.stop)
             else:
                 parts.append(part)
         return tuple(Unit(label, tuple(parts)) for label, parts in groups.items())
+
+    def neighbours(self, granularity: Granularity) -> tuple[tuple[int, ...], ...]:
+        """For each unit, the units that share a module with it or an edge; without edges, the units before and after it."""
+        labels = self._labels(granularity)
+        order = {label: index for index, label in enumerate(dict.fromkeys(labels))}
+        count = len(order)
+        if not self.edges:
+            return tuple(tuple(v for v in (u - 1, u + 1) if 0 <= v < count) for u in range(count))
+        units_of: dict[str, set[int]] = {}
+        for name, label in zip(self.names, labels, strict=True):
+            units_of.setdefault(_module(name), set()).add(order[label])
+        near: list[set[int]] = [set() for _ in range(count)]
+        for first, second in [*self.edges, *((module, module) for module in units_of)]:
+            for u in units_of.get(first, ()):
+                for v in units_of.get(second, set()) - {u}:
+                    near[u].add(v)
+                    near[v].add(u)
+        return tuple(tuple(sorted(units)) for units in near)
+
+    def _labels(self, granularity: Granularity | Literal["model"]) -> Sequence[str]:
+        """The unit that each tensor belongs to."""
+        if granularity in ("tensor", "model"):
+            return self.names if granularity == "tensor" else ["model"] * len(self.names)
+        return [_module(name) for name in self.names] if granularity == "module" else self._block_labels()
 
     def _block_labels(self) -> list[str]:
         matches = [_BLOCK.match(name) for name in self.names]
@@ -112,6 +132,10 @@ class VectorLayout:
             match[1] if match else "classifier" if _HEAD.match(name) else "base"
             for name, match in zip(self.names, matches, strict=True)
         ]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def add_scaled(total: np.ndarray, vector: np.ndarray, coefficient: float, *, chunk: int = 32768) -> None:

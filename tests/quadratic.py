@@ -19,7 +19,7 @@ from raysim.objective import Batch, BatchSums
 from raysim.seeding import Purpose, rng_for
 from raysim.state import ClientUpdate, Population, ServerState, vectors_and_numbers
 from raysim.vector import VectorLayout
-from raysim.weighting.base import Report, Weighting, Weights
+from raysim.weighting.base import Report, Scored, Sums, Weighting, Weights
 
 REFERENCE = Path(__file__).parent / "reference"
 EXAMPLES = json.loads((REFERENCE / "examples.json").read_text())
@@ -58,6 +58,10 @@ class Quadratic:
         self.grad.copy_(self.a * (self.params - self.b))
         return self.loss()
 
+    def losses(self, batch: Batch) -> BatchSums:
+        count = len(batch.labels)
+        return BatchSums(count * self.loss().item(), 0, count)
+
     def scoring(self, batch_norm: str) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -67,9 +71,8 @@ class Quadratic:
         return 2 * (outputs[:, None] * batch.inputs).mean(dim=0)
 
     def add_gradient(self, batch: Batch) -> BatchSums:
-        count = len(batch.labels)
-        self.grad.add_(count * self.a * (self.params - self.b))
-        return BatchSums(count * self.loss().item(), 0, count)
+        self.grad.add_(len(batch.labels) * self.a * (self.params - self.b))
+        return self.losses(batch)
 
 
 def clients() -> list[Quadratic]:
@@ -118,21 +121,29 @@ class Federation:
         return updates, states
 
     def report(self, k: int, update: ClientUpdate) -> Report:
-        probe = None
+        """What the driver would know, with a third of each client's examples in a class that is another one's rarest."""
+        probe, count = None, update.num_examples
         if self.weighting.needs_probe:
             objective = self.validation
             params = self.server.params + update.delta
             objective.params.copy_(params)
             sums = self.weighting.accumulate(objective, [objective.everything()])
-            probe = self.weighting.finish(sums, params, self.server.params, LAYOUT)
-        return Report(k, update.num_examples, update.num_steps, update.loss, probe)
+            probe = self.weighting.finish(sums, Scored(params, self.server.params, LAYOUT, self.reference()))
+        counts = np.roll([count - count // 3, count // 3, 0], k)
+        return Report(k, count, update.num_steps, update.loss, probe, counts)
+
+    def reference(self) -> Sums | None:
+        """The weighting's reference at the global model."""
+        self.validation.params.copy_(self.server.params)
+        return self.weighting.reference(self.validation, [[self.validation.everything()]])
 
     def round(self, order: Sequence[int] | None = None) -> np.ndarray:
         """One round; returns the new parameters."""
         self.round_num += 1
         updates, states = self.train(order)
         ids = sorted(updates)
-        self.weights = self.weighting.weights([self.report(k, updates[k]) for k in ids], None, LAYOUT)
+        reports = [self.report(k, updates[k]) for k in ids]
+        self.weights = self.weighting.weights(reports, self.reference(), LAYOUT)
         self.server = self.algorithm.server_update(self.server, self.cohort(updates, self.weights))
         self.states.update(states)
         return self.params

@@ -116,5 +116,5 @@ class Elastic(Algorithm[ServerState, None, ElasticUpdate]):
             zeta_T = tensor_elasticity(cohort.values("sensitivity"), cohort.weights.client, self.tau)
             zeta = torch.from_numpy(np.repeat(zeta_T, [part.stop - part.start for part in layout.slices]))
             return ServerState(server.params + zeta.to(cohort.dtype) * cohort.mean_delta())
-        sums = cohort.sums(delta=cohort.delta_weights, sensitivity=cohort.delta_weights)
+        sums = cohort.sums(delta=cohort.delta_weights, sensitivity=cohort.weights.parameters)
         return ServerState(server.params + elasticity(sums["sensitivity"], self.tau, layout) * sums["delta"])

@@ -179,12 +179,17 @@ class Outcome:
     started: datetime | None = None
     finished: datetime | None = None
 
-    def report(self) -> Report:
-        """What the weighting is told."""
+    def report(self, class_counts: np.ndarray) -> Report:
+        """What the weighting is told; `class_counts` [K] are the client's examples of each class."""
         assert self.train is not None
-        scalars = self.train.scalars
+        numbers = self.train.scalars
         return Report(
-            self.client_id, int(scalars["num_examples"]), int(scalars["num_steps"]), float(scalars["loss"]), self.probe
+            client_id=self.client_id,
+            num_examples=int(numbers["num_examples"]),
+            num_steps=int(numbers["num_steps"]),
+            loss=float(numbers["loss"]),
+            probe=self.probe,
+            class_counts=class_counts,
         )
 
     def drop(self, status: Literal["skipped", "excluded", "failed"], reason: str) -> None:
@@ -202,7 +207,7 @@ class Outcome:
 
     def check_probe(self) -> None:
         """Exclude the client if its score is not finite, which weights could not survive."""
-        if self.probe is not None and not (np.isfinite(self.probe.unit_norms).all() and np.isfinite(self.probe.loss)):
+        if self.probe is not None and not self.probe.finite:
             self.drop("excluded", "non-finite validation gradient or loss")
 
 

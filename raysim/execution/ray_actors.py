@@ -44,9 +44,13 @@ class WorkActor:
         """Three objects: the vectors stay on this node, the report is small enough to travel inline."""
         return train_client(self._setup, self._objective, broadcast, item, state, attempt=attempt)
 
-    def score(self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays) -> tuple[Probe, float]:
+    def score(
+        self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays, reference: Sums | None
+    ) -> tuple[Probe, float]:
         """Probe one client's model."""
-        return probe_client(self._setup, self._objective, broadcast, arrays, client_id=client_id, attempt=attempt)
+        return probe_client(
+            self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
+        )
 
     def reference(self, broadcast: Broadcast) -> Sums | None:
         """What the weighting needs of the global model."""

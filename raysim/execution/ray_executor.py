@@ -37,7 +37,7 @@ from raysim.execution.ray_pool import (
     wait_until_started,
 )
 from raysim.execution.settings import ExecutionSettings
-from raysim.execution.work import sum_updates, wants_reference
+from raysim.execution.work import sum_updates
 from raysim.state import Arrays, Buffers, ServerState
 from raysim.weighting.base import Sums
 
@@ -222,7 +222,10 @@ class _CohortRun:
         self._outcomes: dict[int, Outcome] = {}
         self.units: dict[int, Unit] = {}
         self._ready: dict[int, float] = {}
+        self._wants_reference = setup.weighting.reference_needs != "nothing"
         self._reference: Sums | None = None
+        self._reference_ref: Any = None
+        self._waiting: list[Unit] = []
         self._last_trained = time.monotonic()
 
     def run(self, items: Sequence[WorkItem], backend: RayBackend) -> tuple[list[Outcome], Sums | None, PoolUse]:
@@ -231,8 +234,8 @@ class _CohortRun:
         started = time.monotonic()
         busy, retried = [pool.busy_seconds for pool in pools], sum(pool.retried for pool in pools)
         weighting = self._setup.weighting
-        if wants_reference(weighting):
-            self._score("reference", -1, f"round {self._round_num}", (self._broadcast,))
+        if self._wants_reference:
+            self._scorers.put(self._scoring_unit("reference", -1, f"round {self._round_num}", (self._broadcast,)))
         for item in items:
             self._put(item)
         run_until_done(pools, backend, self._handle)
@@ -268,7 +271,9 @@ class _CohortRun:
         if done.unit.kind == "reference":
             if done.error is not None:
                 raise RunError(f"the weighting's reference failed: {done.error}") from done.error
-            self._reference = done.value
+            self._reference, self._reference_ref = done.value, ray.put(done.value)
+            for unit in self._waiting:
+                self._scorers.put(replace(unit, payload=(*unit.payload, self._reference_ref)))
             return
         outcome = self._outcomes[done.unit.key]
         if done.unit.kind == "train":
@@ -290,11 +295,14 @@ class _CohortRun:
             self._observer.client_trained(outcome.client_id)
         if outcome.status == "ok" and self._setup.weighting.needs_probe:
             self._ready[outcome.client_id] = time.monotonic()
-            self._score("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
+            unit = self._scoring_unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
+            if self._wants_reference and self._reference_ref is None:
+                self._waiting.append(unit)
+            else:
+                self._scorers.put(replace(unit, payload=(*unit.payload, self._reference_ref)))
 
-    def _score(self, kind: str, key: int, label: str, payload: Any) -> None:
-        limit = self._unit_timeout_s
-        self._scorers.put(Unit(kind, key, label, payload, timeout_s=limit, again_when_late=True))
+    def _scoring_unit(self, kind: str, key: int, label: str, payload: Any) -> Unit:
+        return Unit(kind, key, label, payload, timeout_s=self._unit_timeout_s, again_when_late=True)
 
     def _scored(self, outcome: Outcome, done: Done) -> None:
         outcome.scorer = done.place

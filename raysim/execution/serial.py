@@ -27,7 +27,6 @@ from raysim.execution.work import (
     reference_at,
     sum_updates,
     train_client,
-    wants_reference,
 )
 from raysim.state import Buffers, ServerState
 from raysim.weighting.base import Sums
@@ -53,7 +52,7 @@ class SerialExecutor:
         """Train and probe each client in turn."""
         setup, objective = self._setup, self._objective
         started = time.perf_counter()
-        reference = reference_at(setup, objective, broadcast) if wants_reference(setup.weighting) else None
+        reference = reference_at(setup, objective, broadcast)
         outcomes = []
         train_seconds = 0.0
         for item in items:
@@ -67,7 +66,7 @@ class SerialExecutor:
             observer.client_trained(item.client_id)
             if outcome.status == "ok" and setup.weighting.needs_probe:
                 outcome.probe, outcome.score_seconds = probe_client(
-                    setup, objective, broadcast, arrays, client_id=item.client_id
+                    setup, objective, broadcast, arrays, reference, client_id=item.client_id
                 )
                 outcome.queue_seconds, outcome.scorer = 0.0, outcome.actor
                 outcome.check_probe()

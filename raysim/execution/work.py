@@ -24,7 +24,7 @@ from raysim.objective import Batch, ModelObjective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Probe, Sums, Weighting
+from raysim.weighting.base import Probe, Scored, Sums, add_sums
 
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
@@ -105,9 +105,25 @@ def train_client(
 
 
 def probe_client(
-    setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, *, client_id: int, attempt: int = 1
+    setup: Setup,
+    objective: ModelObjective,
+    broadcast: Broadcast,
+    arrays: Arrays,
+    reference: Sums | None,
+    *,
+    client_id: int,
+    attempt: int = 1,
 ) -> tuple[Probe, float]:
     """Score one client's model, `params + delta` with the client's own buffers, on the validation set.
+
+    Args:
+        setup: The run.
+        objective: The process's bound model; overwritten.
+        broadcast: Server state at the start of the round.
+        arrays: The client's update.
+        reference: What `reference_at` found, if the weighting wants it.
+        client_id: Whose update.
+        attempt: For test faults only.
 
     Returns:
         The probe and the seconds it took.
@@ -121,14 +137,9 @@ def probe_client(
         bound = objective.on(setup.validation)
         bound.load(params, buffers)
         with bound.scoring(setup.scoring.batch_norm):
-            sums = _validation_sums(setup, bound)
-        probe = setup.weighting.finish(sums, params, server.params, bound.layout)
+            sums = add_sums(setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
+        probe = setup.weighting.finish(sums, Scored(params, server.params, bound.layout, reference))
     return probe, time.perf_counter() - started
-
-
-def wants_reference(weighting: Weighting) -> bool:
-    """Whether the weighting looks at the global model."""
-    return type(weighting).reference is not Weighting.reference
 
 
 def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
@@ -191,15 +202,6 @@ def sum_updates(
                     add_scaled(total[part], vector[part], factor)
     close_group()
     return totals
-
-
-def _validation_sums(setup: Setup, bound: ModelObjective) -> Sums:
-    """The weighting's sums over the validation set, shard by shard, added in shard order."""
-    shards = (setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
-    total = dict(next(shards))
-    for sums in shards:
-        total = {name: total[name] + value for name, value in sums.items()}
-    return total
 
 
 def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:

@@ -1,23 +1,29 @@
 """What a weighting is: how much each client counts when the server averages.
 
-Shapes: C clients of the cohort that returned a usable update, U units, P trainable scalars.
+Shapes: C clients of the cohort that returned a usable update, U units, P trainable scalars, K classes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Union
 
 import numpy as np
 
 from raysim.fields import Count, Section
 from raysim.objective import Batch, BatchNormMode, Objective
-from raysim.vector import Granularity, Vector, VectorLayout
+from raysim.vector import Granularity, Unit, Vector, VectorLayout
 
 Sums = Mapping[str, np.ndarray]
 """What a scorer gathers over validation examples: arrays that add over shards."""
+
+Needs = Literal["nothing", "vectors", "losses", "gradient"]
+"""What is computed of a model on a scorer: nothing; its vectors are looked at; a forward pass over the validation set; a
+forward and a backward pass."""
+
+_NEEDS: tuple[Needs, ...] = ("nothing", "vectors", "losses", "gradient")
 
 
 @dataclass(frozen=True)
@@ -37,41 +43,81 @@ class ScoringSettings(Section):
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What a scorer found out about one client's model on the validation set.
+class Scored:
+    """The vectors that a scorer has at hand when it turns sums into a probe.
 
     Attributes:
-        unit_norms: float64 [U], norm of the validation gradient of each unit.
-        loss: Mean validation loss.
-        correct: Validation examples predicted right.
-        count: Validation examples.
+        params: [P] of the client's model.
+        global_params: [P] of the model that the round began with.
+        layout: Of both.
+        reference: The weighting's own sums at the global model, if it wants any.
     """
 
-    unit_norms: np.ndarray
-    loss: float
-    correct: int
-    count: int
+    params: Vector
+    global_params: Vector
+    layout: VectorLayout
+    reference: Sums | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a scorer found out about one client's model.
+
+    Attributes:
+        values: float64 [U], what the weighting measured of each unit (FedVG: norms of the validation gradient).
+        score: One number for people; larger = farther from stationary, or worse.
+        loss: Mean validation loss; None if the data was not looked at.
+        correct: Validation examples predicted right.
+        count: Validation examples; 0 if the data was not looked at.
+        parts: The probes of the weightings that a combination is made of.
+    """
+
+    values: np.ndarray = field(default_factory=lambda: np.empty(0))
+    score: float | None = None
+    loss: float | None = None
+    correct: int = 0
+    count: int = 0
+    parts: tuple[Probe | None, ...] = ()
+
+    @classmethod
+    def of(cls, sums: Sums, **fields: Any) -> Probe:
+        """A probe with the loss and the predictions that the sums hold, if any."""
+        if "count" not in sums:
+            return cls(**fields)
+        count = int(sums["count"])
+        return cls(loss=float(sums["loss"] / sums["count"]), correct=int(sums["correct"]), count=count, **fields)
 
     @property
-    def score(self) -> float:
-        """Mean over units of the gradient norm; larger = farther from a stationary point."""
-        return float(np.mean(self.unit_norms))
-
-    @property
-    def accuracy(self) -> float:
+    def accuracy(self) -> float | None:
         """Share of validation examples predicted right."""
-        return self.correct / self.count
+        return self.correct / self.count if self.count else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of its numbers are."""
+        numbers = [*self.values, *(x for x in (self.score, self.loss) if x is not None)]
+        return bool(np.isfinite(numbers).all()) and all(part is None or part.finite for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the driver knows of one client's update when it decides on weights; no vector of the model's size."""
+    """What the driver knows of one client's update when it decides on weights; no vector of the model's size.
+
+    Attributes:
+        client_id: Who.
+        num_examples: n_k.
+        num_steps: Optimizer steps taken.
+        loss: Mean training loss.
+        probe: The scorer's findings; None if the weighting needs nothing.
+        class_counts: int64 [K], the client's training examples of each class.
+    """
 
     client_id: int
     num_examples: int
     num_steps: int
     loss: float
-    probe: Probe | None
+    probe: Probe | None = None
+    class_counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -83,12 +129,25 @@ class Weights:
         unit: float64 [C, U] whose columns sum to 1, or None when all units share `client`.
         granularity: The units of `unit`.
         notes: What a user should know: a fallback taken, a client that dominates.
+        delta: Factors of the deltas, [C] or [C, U], where they differ from the weights because deltas are clipped; they
+            may sum to less than 1.
     """
 
     client: np.ndarray
     unit: np.ndarray | None = None
     granularity: Granularity | Literal["model"] = "model"
     notes: tuple[str, ...] = ()
+    delta: np.ndarray | None = None
+
+    @property
+    def parameters(self) -> np.ndarray:
+        """The weights of the parameters: [C, U] if they are given per unit, else [C]."""
+        return self.client if self.unit is None else self.unit
+
+    @property
+    def deltas(self) -> np.ndarray:
+        """The factors of the deltas, [C] or [C, U]."""
+        return self.parameters if self.delta is None else self.delta
 
     def __post_init__(self) -> None:
         for array in (self.client, *(() if self.unit is None else (self.unit,))):
@@ -100,30 +159,170 @@ class Weighting(Section, ABC):
     """Base of all weightings: a frozen dataclass whose fields are its hyper-parameters.
 
     `accumulate` and `finish` run on a scorer, `reference` once per round at the global model, `weights` on the driver.
-    A weighting without `needs_probe` implements `weights` only and costs no scoring.
+    A weighting that needs nothing of the models implements `weights` only and costs no scoring.
     """
 
     name: str
-    needs_probe: ClassVar[bool] = False
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """A configuration's field of type `Weighting` takes any registered one, picked by its `name`."""
+        if cls is not Weighting:
+            return handler(source)
+        from pydantic import Field
+
+        members = tuple(WEIGHTINGS.values())
+        return handler.generate_schema(Annotated[Union[members], Field(discriminator="name")])  # noqa: UP007
+
+    @property
+    def needs(self) -> Needs:
+        """What a scorer computes of every client's model."""
+        return "nothing"
+
+    @property
+    def reference_needs(self) -> Needs:
+        """What a scorer computes of the global model, once per round, before it scores clients."""
+        return "nothing"
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether clients are scored at all."""
+        return self.needs != "nothing"
+
+    @property
+    def granularity(self) -> Granularity | Literal["model"]:
+        """The units that get weights of their own."""
+        return "model"
+
+    @property
+    def needs_edges(self) -> bool:
+        """Whether the layout has to know which module feeds which."""
+        return False
+
+    def scored_units(self, layout: VectorLayout) -> tuple[Unit, ...]:
+        """The units of its probe's values."""
+        return ()
 
     def reference(self, objective: Objective, shards: Iterable[Iterable[Batch]]) -> Sums | None:
-        """What is needed of the *global* model on the validation set, once per round; None: nothing."""
-        return None
+        """Sums at the *global* model, which is loaded; None if nothing is needed."""
+        if self.reference_needs == "nothing":
+            return None
+        return add_sums(validation_sums(objective, shard, self.reference_needs) for shard in shards)
 
     def accumulate(self, objective: Objective, shard: Iterable[Batch]) -> Sums:
         """Gather sums over the batches of one shard at the client's model, which is loaded. Leaves the model unchanged."""
-        raise TypeError(f"weighting {self.name} needs no probe")
+        return validation_sums(objective, shard, self.needs)
 
-    def finish(self, sums: Sums, params: Vector, global_params: Vector, layout: VectorLayout) -> Probe:
+    def finish(self, sums: Sums, model: Scored) -> Probe:
         """Turn sums over the whole validation set into a probe."""
-        raise TypeError(f"weighting {self.name} needs no probe")
+        return Probe.of(sums)
 
     @abstractmethod
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
         """Weights of the cohort. `reports` is not empty, in client-id order, and all numbers in it are finite."""
 
 
+WEIGHTINGS: dict[str, type[Weighting]] = {}
+"""All weightings by name; filled by the package, so that a combination finds its parts."""
+
+
+class Combination(Weighting):
+    """A weighting made of others, whose models are scored once for all of them."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Weighting, ...]:
+        """The weightings that it is made of."""
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if type(part).accumulate is not Weighting.accumulate:
+                raise ValueError(f"{part.name} gathers sums of its own and cannot be combined with others")
+
+    @property
+    def needs(self) -> Needs:
+        """What any part needs."""
+        return most(part.needs for part in self.parts)
+
+    @property
+    def reference_needs(self) -> Needs:
+        """What any part needs of the global model."""
+        return most(part.reference_needs for part in self.parts)
+
+    @property
+    def granularity(self) -> Granularity | Literal["model"]:
+        """That of the first part with weights per unit."""
+        return next((part.granularity for part in self.parts if part.granularity != "model"), "model")
+
+    @property
+    def needs_edges(self) -> bool:
+        """Whether any part does."""
+        return any(part.needs_edges for part in self.parts)
+
+    def scored_units(self, layout: VectorLayout) -> tuple[Unit, ...]:
+        """The units of the first part that has some."""
+        return next((units for part in self.parts if (units := part.scored_units(layout))), ())
+
+    def finish(self, sums: Sums, model: Scored) -> Probe:
+        """The parts' probes; values and score are those of the first part that has units, or else a score."""
+        parts = tuple(part.finish(sums, model) if part.needs_probe else None for part in self.parts)
+        scored = [probe for probe in parts if probe is not None and probe.score is not None]
+        first = next((probe for probe in scored if probe.values.size), scored[0] if scored else Probe())
+        return Probe.of(sums, values=first.values, score=first.score, parts=parts)
+
+    def of_part(self, index: int, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
+        """The weights of one part."""
+        own = [replace(report, probe=report.probe and report.probe.parts[index]) for report in reports]
+        return self.parts[index].weights(own, reference, layout)
+
+
+def validation_sums(objective: Objective, batches: Iterable[Batch], needs: Needs) -> Sums:
+    """Summed gradient [P] if it is needed, summed loss, correct predictions and examples over the batches."""
+    if needs in ("nothing", "vectors"):
+        return {}
+    gradient = needs == "gradient"
+    objective.grad.zero_()
+    sums = [objective.add_gradient(batch) if gradient else objective.losses(batch) for batch in batches]
+    return {
+        **({"gradient": objective.grad.cpu().numpy().astype(np.float64)} if gradient else {}),
+        "loss": np.array(sum(s.loss for s in sums), dtype=np.float64),
+        "correct": np.array(sum(s.correct for s in sums)),
+        "count": np.array(sum(s.count for s in sums)),
+    }
+
+
+def most(needs: Iterable[Needs]) -> Needs:
+    """The need that covers all others."""
+    return max(needs, key=_NEEDS.index)
+
+
+def registered(name: str, **fields: Any) -> Weighting:
+    """A weighting by its name in the registry."""
+    return WEIGHTINGS[name](**fields)
+
+
+def add_sums(shards: Iterable[Sums]) -> Sums:
+    """The sums of shards, added in their order."""
+    iterator = iter(shards)
+    total = dict(next(iterator))
+    for sums in iterator:
+        total = {name: total[name] + value for name, value in sums.items()}
+    return total
+
+
 def normalised(values: np.ndarray) -> np.ndarray:
     """Non-negative values over clients [C] or [C, U], divided by their sum over clients."""
     result: np.ndarray = values / values.sum(axis=0)
     return result
+
+
+def by_size(reports: Sequence[Report]) -> np.ndarray:
+    """p_k = n_k / sum_j n_j, [C]: FedAvg's weights, and what other weightings fall back to."""
+    return normalised(np.array([report.num_examples for report in reports], dtype=np.float64))
+
+
+def probes_of(reports: Sequence[Report]) -> list[Probe]:
+    """The probe of every report."""
+    probes = [report.probe for report in reports if report.probe is not None]
+    assert len(probes) == len(reports), "every report has a probe"
+    return probes

@@ -1,34 +1,39 @@
 """FedVG: weigh clients by how flat the validation loss is at the model they return.
 
-    g_k     = (1/N_val) sum_i grad loss_i(theta_k)        gradient of the mean validation loss at client k's model
-    G_{k,u} = || g_{k,u} ||_p                             p = 1 or 2, u over parameter tensors
-    s_k     = (1/U) sum_u G_{k,u}                         score
-    w_k     = (s_k + eps)^-1 / sum_j (s_j + eps)^-1       granularity `model`
-    w_{k,u} = (G_{k,u} + eps)^-1 / sum_j (G_{j,u} + eps)^-1    granularity `tensor`, the paper's layer-wise weights
+    g_k     = (1/N_val) sum_i grad loss_i(theta_k)           gradient of the mean validation loss at client k's model
+    G_{k,u} = || g_{k,u} ||                                  one norm per unit u: tensor, module or block
+    s_k     = (1/U) sum_u G_{k,u}                            score
+    w_k     = (s_k + eps)^-q / sum_j (s_j + eps)^-q          granularity `model`; q = 1 is the paper's, q = 0 uniform
+    w_{k,u} = (G_{k,u} + eps)^-q / sum_j (G_{j,u} + eps)^-q  other granularities; `tensor` is the paper's layer-wise
 
-Under `tensor`, a bias in front of a BatchNorm has a true gradient of zero when batch statistics are used, so its norm is
-rounding noise. A tensor whose per-element norm (G / numel for p = 1, G / sqrt(numel) for p = 2) falls below `noise_floor` times
-the client's median per-element norm, for any client of the cohort, takes the client weights w_k.
+Under granularities other than `model`, a unit may be rounding noise: a bias in front of a BatchNorm has a true gradient of zero
+when batch statistics are used. A unit whose norm per element (G / numel for l1, G / sqrt(numel) else) falls below `noise_floor`
+times the client's median, for any client of the cohort, takes the client weights w_k. Then neighbouring units may be smoothed:
+
+    moving_average   mean of w_{k,u} over a window of units in module order, the ends repeated
+    graph            (w_{k,u} + sum of w_k over the units next to u) / (1 + their number)
 
 Reference: Devkota et al., FedVG, CVPR 2026 Findings, arXiv:2602.21399.
 Differs from the authors' code: mean over tensors instead of their sum and mean loss instead of summed loss over batches (common
 factors, which cancel up to eps); nothing of the model moves while scoring and dropout is off; class-stratified validation
-batches; norms and sums in float64; the noise rule.
-Shapes: C cohort, U parameter tensors, P parameters.
+batches; norms and sums in float64; the noise rule; the norm of a module or block is that of its whole gradient instead of the
+sum of its tensors' norms (the same for l1), and a spectral norm that tensors of one dimension have too; edges of the graph pass
+through operations without parameters.
+Shapes: C cohort, U units, P parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
+import torch
 
-from raysim.fields import NonNegative
-from raysim.objective import Batch, Objective
-from raysim.vector import Vector, VectorLayout
-from raysim.weighting.base import Probe, Report, Sums, Weighting, Weights, normalised
+from raysim.fields import Count, NonNegative
+from raysim.vector import Granularity, Unit, VectorLayout
+from raysim.weighting.base import Needs, Probe, Report, Scored, Sums, Weighting, Weights, normalised, probes_of
 
 DOMINANT = 0.99
 """A single weight above this is worth a warning: a model with a vanishing gradient need not be a good one."""
@@ -39,45 +44,76 @@ class FedVG(Weighting):
     """Each client counts by the inverse norm of its model's validation gradient.
 
     Attributes:
-        norm: l1 (the authors' code) or l2, of each tensor's gradient.
-        granularity: `model`: one weight per client; `tensor`: one per client and parameter tensor.
+        norm: l1 (the authors' code), l2 or spectral (largest singular value; of convolutions as out x rest) norm of the
+            gradient; or `delta`, the l2 norm of the client's update instead, which needs no data.
+        granularity: `model`: one weight per client; `tensor`, `module`, `block`: one per client and unit.
+        units: What the mean under `model` runs over: `tensor` (null is the same), `module`, `block`, or `model`, the norm
+            of the whole gradient. Elsewhere it is the granularity.
         eps: Added to every norm (1e-8 in the authors' code).
-        noise_floor: See the module's text; under `tensor` only.
+        relative_eps: In place of `eps`, this share of the cohort's median norm (0.1 tames vanishing gradients).
+        exponent: q.
+        scale_free: Multiply each norm of a gradient by the same norm of the parameters, so that rescaling a layer in front
+            of a BatchNorm changes nothing.
+        smoothing: Of the weights over neighbouring units; see the module's text.
+        window: Units per moving average, odd.
+        noise_floor: See the module's text.
     """
 
     name: Literal["fedvg"] = "fedvg"
-    norm: Literal["l1", "l2"] = "l1"
-    granularity: Literal["model", "tensor"] = "model"
+    norm: Literal["l1", "l2", "spectral", "delta"] = "l1"
+    granularity: Literal["model", "tensor", "module", "block"] = "model"
+    units: Literal["tensor", "module", "block", "model"] | None = None
     eps: NonNegative = 1e-8
+    relative_eps: NonNegative | None = None
+    exponent: NonNegative = 1.0
+    scale_free: bool = False
+    smoothing: Literal["none", "moving_average", "graph"] = "none"
+    window: Count = 3
     noise_floor: NonNegative = 1e-3
 
-    needs_probe: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        if self.granularity != "model" and self.units not in (None, self.granularity):
+            raise ValueError(f"units: {self.units} contradicts granularity: {self.granularity}, whose units it has")
+        if self.granularity == "model" and self.smoothing != "none":
+            raise ValueError("smoothing needs one weight per unit; granularity: model has one per client")
+        if self.window % 2 == 0:
+            raise ValueError(f"window should be odd, got {self.window}")
+        if self.scale_free and self.norm == "delta":
+            raise ValueError("scale_free is about gradients; norm: delta has none")
 
-    def accumulate(self, objective: Objective, shard: Iterable[Batch]) -> Sums:
-        """Summed gradient [P], summed loss, correct predictions and examples over the shard."""
-        objective.grad.zero_()
-        sums = [objective.add_gradient(batch) for batch in shard]
-        return {
-            "gradient": objective.grad.cpu().numpy().astype(np.float64),
-            "loss": np.array(sum(s.loss for s in sums), dtype=np.float64),
-            "correct": np.array(sum(s.correct for s in sums)),
-            "count": np.array(sum(s.count for s in sums)),
-        }
+    @property
+    def needs(self) -> Needs:
+        """A forward and a backward pass, but for the norm of the update."""
+        return "vectors" if self.norm == "delta" else "gradient"
 
-    def finish(self, sums: Sums, params: Vector, global_params: Vector, layout: VectorLayout) -> Probe:
-        """G_{k,u} for every parameter tensor, with the validation loss and accuracy that the pass computed anyway."""
-        mean = sums["gradient"] / float(sums["count"])
-        # numpy's own sums: its linear algebra goes to a BLAS whose bits depend on the number of threads.
-        if self.norm == "l1":
-            norms = np.array([np.abs(mean[part]).sum() for part in layout.slices])
+    @property
+    def needs_edges(self) -> bool:
+        """For smoothing along the graph."""
+        return self.smoothing == "graph"
+
+    def scored_units(self, layout: VectorLayout) -> tuple[Unit, ...]:
+        """Parameter tensors, modules or blocks."""
+        return layout.units(self._units)
+
+    @property
+    def _units(self) -> Granularity | Literal["model"]:
+        return (self.units or "tensor") if self.granularity == "model" else self.granularity
+
+    def finish(self, sums: Sums, model: Scored) -> Probe:
+        """G_{k,u} for every unit, with the validation loss and accuracy that the pass computed anyway."""
+        layout, units = model.layout, self.scored_units(model.layout)
+        if self.norm == "delta":
+            delta = (model.params - model.global_params).cpu().numpy().astype(np.float64)
+            norms = unit_norms(delta, "l2", units, layout)
         else:
-            norms = np.array([np.sqrt(np.square(mean[part]).sum()) for part in layout.slices])
-        return Probe(norms, float(sums["loss"] / sums["count"]), int(sums["correct"]), int(sums["count"]))
+            norms = unit_norms(sums["gradient"] / float(sums["count"]), self.norm, units, layout)
+            if self.scale_free:
+                norms = norms * unit_norms(model.params.cpu().numpy().astype(np.float64), self.norm, units, layout)
+        return Probe.of(sums, values=norms, score=float(np.mean(norms)))
 
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
-        """Normalised inverse norms, per client or per client and tensor."""
-        norms_CU = np.stack([report.probe.unit_norms for report in reports if report.probe is not None])
-        assert len(norms_CU) == len(reports), "every report has a probe"
+        """Normalised inverse norms, per client or per client and unit."""
+        norms_CU = np.stack([probe.values for probe in probes_of(reports)])
         client = self._inverse(norms_CU.mean(axis=1))
         notes = []
         if len(reports) > 1 and client.max() > DOMINANT:
@@ -88,22 +124,73 @@ class FedVG(Weighting):
         if self.granularity == "model":
             return Weights(client, notes=tuple(notes))
         unit = self._inverse(norms_CU)
-        sizes = np.array([part.stop - part.start for part in layout.slices], dtype=np.float64)
+        sizes = np.array([unit.size for unit in self.scored_units(layout)], dtype=np.float64)
         noisy = self._noisy(norms_CU, sizes)
         unit[:, noisy] = client[:, None]
         if noisy.any():
-            notes.append(f"{int(noisy.sum())} tensors have a gradient of rounding noise and take the client weights")
-        return Weights(client, unit, "tensor", tuple(notes))
+            notes.append(f"{int(noisy.sum())} {self.granularity}s have a gradient of rounding noise, so client weights")
+        if self.smoothing == "moving_average":
+            unit = moving_average(unit, self.window)
+        elif self.smoothing == "graph":
+            unit = graph_average(unit, layout.neighbours(self.granularity))
+        return Weights(client, unit, self.granularity, tuple(notes))
 
     def _inverse(self, norms: np.ndarray) -> np.ndarray:
+        eps = self.eps if self.relative_eps is None else self.relative_eps * np.median(norms, axis=0)
         with np.errstate(divide="ignore"):
-            inverse = 1.0 / (norms + self.eps)
+            inverse = (norms + eps) ** -self.exponent
         # eps = 0 and a vanishing gradient: such clients share all of the weight.
         infinite = np.isinf(inverse)
         return normalised(np.where(infinite.any(axis=0), infinite, inverse).astype(np.float64))
 
     def _noisy(self, norms_CU: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        per_element = norms_CU / (sizes if self.norm == "l1" else np.sqrt(sizes))
+        scale = sizes if self.norm == "l1" else np.sqrt(sizes)
+        per_element = norms_CU / (scale**2 if self.scale_free else scale)
         floor = self.noise_floor * np.median(per_element, axis=1, keepdims=True)
         noisy: np.ndarray = (per_element < floor).any(axis=0)
         return noisy
+
+
+def unit_norms(vector: np.ndarray, norm: str, units: Sequence[Unit], layout: VectorLayout) -> np.ndarray:
+    """Norm of each unit's part of a float64 vector [P]: [U].
+
+    The spectral norm of a unit of several tensors is the root of the sum of their squared spectral norms.
+    """
+    # numpy's own sums: its linear algebra goes to a BLAS whose bits depend on the number of threads.
+    if norm == "l1":
+        return np.array([sum(np.abs(vector[part]).sum() for part in unit.slices) for unit in units])
+    if norm == "l2":
+        squares = [sum(np.square(vector[part]).sum() for part in unit.slices) for unit in units]
+    else:
+        inside = [
+            [i for i, own in enumerate(layout.slices) if any(p.start <= own.start < p.stop for p in unit.slices)]
+            for unit in units
+        ]
+        sigma = [
+            largest_singular(vector[part], shape) for part, shape in zip(layout.slices, layout.shapes, strict=True)
+        ]
+        squares = [sum(sigma[i] ** 2 for i in members) for members in inside]
+    result: np.ndarray = np.sqrt(np.array(squares, dtype=np.float64))
+    return result
+
+
+def largest_singular(values: np.ndarray, shape: tuple[int, ...]) -> float:
+    """Largest singular value of a tensor as out x rest; the l2 norm of one with a single dimension."""
+    if len(shape) < 2:
+        return float(np.sqrt(np.square(values).sum()))
+    matrix = torch.from_numpy(values).clone().reshape(shape[0], -1)
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    return float(torch.linalg.eigvalsh(torch.mm(wide, wide.T))[-1].clamp(min=0).sqrt())
+
+
+def moving_average(weights: np.ndarray, window: int) -> np.ndarray:
+    """Weights [C, U] averaged over `window` neighbouring units, the ends repeated; columns sum to 1."""
+    reach, count = window // 2, weights.shape[1]
+    padded = np.pad(weights, ((0, 0), (reach, reach)), mode="edge")
+    return normalised(sum((padded[:, i : i + count] for i in range(window)), np.zeros_like(weights)) / window)
+
+
+def graph_average(weights: np.ndarray, neighbours: Sequence[Sequence[int]]) -> np.ndarray:
+    """Weights [C, U] averaged over each unit and those next to it; columns sum to 1."""
+    means = [weights[:, [u, *near]].sum(axis=1) / (1 + len(near)) for u, near in enumerate(neighbours)]
+    return normalised(np.stack(means, axis=1))

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from raysim.vector import VectorLayout
-from raysim.weighting.base import Report, Sums, Weighting, Weights, normalised
+from raysim.weighting.base import Report, Sums, Weighting, Weights, by_size
 
 
 @dataclass(frozen=True)
@@ -28,4 +26,4 @@ class Size(Weighting):
 
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
         """w_k = n_k / sum_j n_j."""
-        return Weights(normalised(np.array([report.num_examples for report in reports], dtype=np.float64)))
+        return Weights(by_size(reports))

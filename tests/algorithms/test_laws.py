@@ -13,8 +13,14 @@ from quadratic import LAYOUT, Federation, Quadratic, clients, validation
 from raysim.algorithms import ALGORITHMS
 from raysim.state import record_checksum
 from raysim.weighting import WEIGHTINGS
-from raysim.weighting.base import Probe, Report
+from raysim.weighting.base import Report, Scored, Weighting
 
+REFERENCE = {
+    "gradient": np.array([-1.0, 2.0, 0.5]),
+    "loss": np.array(20.0),
+    "correct": np.array(3),
+    "count": np.array(10),
+}
 PAIRS = list(itertools.product(ALGORITHMS, WEIGHTINGS))
 
 
@@ -23,10 +29,27 @@ def federation(pair, objectives=None, **others) -> Federation:
     return Federation(ALGORITHMS[algorithm](), WEIGHTINGS[weighting](), objectives or clients(), validation(), **others)
 
 
-def reports_of(count: int, scores: list[float] | None = None) -> list[Report]:
+def reports_of(weighting: Weighting, count: int, scale: float | None = None) -> list[Report]:
+    """Reports of clients that are all different, or, with a scale, of clients that are all alike."""
     rng = np.random.default_rng(count)
-    norms = rng.uniform(0.1, 2, (count, 2)) if scores is None else np.repeat(np.array(scores)[:, None], 2, axis=1)
-    return [Report(k, 10 + 7 * k if scores is None else 10, 3, 0.5, Probe(norms[k], 1.0, 5, 10)) for k in range(count)]
+    reports = []
+    for k in range(count):
+        gradient, params = rng.normal(size=3), torch.tensor(rng.normal(size=3))
+        if scale is not None:
+            gradient, params = scale * np.ones(3), scale * torch.ones(3, dtype=torch.float64)
+        sums = {
+            "gradient": gradient * 10,
+            "loss": np.abs(gradient[0]) * 10,
+            "correct": np.array(1 + k % 9),
+            "count": np.array(10),
+        }
+        if scale is not None:
+            sums["correct"] = np.array(4)
+        model = Scored(params, torch.zeros(3, dtype=torch.float64), LAYOUT, REFERENCE)
+        probe = weighting.finish(sums, model) if weighting.needs_probe else None
+        counts = np.array([5, 5]) if scale is not None else np.array([10, 7 * k])
+        reports.append(Report(k, counts.sum(), 3, 0.5, probe, counts))
+    return reports
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
@@ -87,18 +110,19 @@ def test_the_first_round_stays_where_all_clients_stay(pair):
 @pytest.mark.parametrize("count", [1, 2, 7, 33])
 def test_weights_are_a_simplex_and_follow_a_permutation(name, count):
     weighting = WEIGHTINGS[name]()
-    reports = reports_of(count)
-    weights = weighting.weights(reports, None, LAYOUT)
+    reports = reports_of(weighting, count)
+    weights = weighting.weights(reports, REFERENCE, LAYOUT)
     assert weights.client.shape == (count,)
     assert (weights.client >= 0).all()
     assert weights.client.sum() == pytest.approx(1, abs=1e-12)
     order = np.random.default_rng(1).permutation(count)
-    permuted = weighting.weights([reports[i] for i in order], None, LAYOUT)
+    permuted = weighting.weights([reports[i] for i in order], REFERENCE, LAYOUT)
     np.testing.assert_allclose(permuted.client, weights.client[order], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)
-@pytest.mark.parametrize("score", [0.0, 1e-30, 1.0, 1e30])
-def test_equal_reports_give_equal_weights(name, score):
-    weights = WEIGHTINGS[name]().weights(reports_of(4, [score] * 4), None, LAYOUT)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+def test_equal_reports_give_equal_weights(name, scale):
+    weighting = WEIGHTINGS[name]()
+    weights = weighting.weights(reports_of(weighting, 4, scale), REFERENCE, LAYOUT)
     np.testing.assert_allclose(weights.client, 0.25, rtol=1e-12)

@@ -79,7 +79,7 @@ def test_one_round_is_what_it_says(prepared):
         loss.backward()
         assert outcome.probe.loss == pytest.approx(loss.item(), rel=1e-5)
         norms = [p.grad.abs().double().sum().item() for p in model.parameters()]
-        np.testing.assert_allclose(outcome.probe.unit_norms, norms, rtol=1e-3)
+        np.testing.assert_allclose(outcome.probe.values, norms, rtol=1e-3)
     np.testing.assert_allclose(result.state.buffers.floats, expected_floats, rtol=1e-6)
     assert result.state.buffers.ints.tolist() == [max(counters)]
     assert len(set(counters)) > 1
@@ -121,7 +121,7 @@ def test_outcomes_are_taken_out_for_the_right_reasons():
     steps = {"num_examples": 1, "num_steps": 0, "loss": 0.0}
     assert checked(scalars=steps) == ("skipped", "took no step: too few examples for a batch", None)
     for norms, loss in (([np.nan], 1.0), ([np.inf], 1.0), ([1.0], np.inf)):
-        outcome = Outcome(3, 0, train=report(), probe=Probe(np.array(norms), loss, 1, 2))
+        outcome = Outcome(3, 0, train=report(), probe=Probe(np.array(norms), loss=loss, correct=1, count=2))
         outcome.check_probe()
         assert (outcome.status, outcome.reason) == ("excluded", "non-finite validation gradient or loss")
 

@@ -17,13 +17,19 @@ from raysim.models.base import InputSpec, ModelSettings
 from raysim.objective import ModelObjective
 from raysim.seeding import Purpose, rng_for
 from raysim.vector import VectorLayout, checksum
-from raysim.weighting.base import Probe, Report
+from raysim.weighting.base import Probe, Report, Scored
 from raysim.weighting.fedvg import FedVG
+from raysim.weighting.mix import Mix
 from raysim.weighting.size import Size
+
+TWO = VectorLayout(("a", "b"), ((1,), (1,)))
 
 
 def reports(norms_CU) -> list[Report]:
-    return [Report(k, 10, 1, 0.0, Probe(np.atleast_1d(np.array(n, float)), 1.0, 1, 2)) for k, n in enumerate(norms_CU)]
+    return [
+        Report(k, 10, 1, 0.0, Probe(np.atleast_1d(np.array(n, float)), np.mean(n), 1.0, 1, 2))
+        for k, n in enumerate(norms_CU)
+    ]
 
 
 def client_weights(scores, **fields) -> np.ndarray:
@@ -41,8 +47,8 @@ def test_validation_gradients_and_norms(k, norm, key):
     sums = weighting.accumulate(objective, [objective.everything(), objective.everything()])
     assert sums["count"] == 2
     assert_example(sums["gradient"] / 2, f"fedvg.val_grad{k}")
-    probe = weighting.finish(sums, params, params, LAYOUT)
-    np.testing.assert_allclose(probe.unit_norms, EXAMPLES[f"fedvg.{key}.tensor_norms"][k - 1], rtol=1e-12)
+    probe = weighting.finish(sums, Scored(params, params, LAYOUT))
+    np.testing.assert_allclose(probe.values, EXAMPLES[f"fedvg.{key}.tensor_norms"][k - 1], rtol=1e-12)
     expected = EXAMPLES[f"fedvg.{key}.Gbar(mean over tensors)"][k - 1]
     assert probe.score == pytest.approx(expected, rel=1e-12)
 
@@ -63,6 +69,145 @@ def test_reference_edges():
     assert_example(client_weights([5, 5]), "edge.equal")
     assert_example(client_weights([7]), "edge.single_client")
     assert_example(client_weights([0, 100, 100]), "edge.dead_model s for G=[0,100,100]")
+
+
+def test_relative_eps():
+    key = "edge.relative_eps (0.1*median) for G=[0,100,100]"
+    assert_example(client_weights([0, 100, 100], relative_eps=0.1), key)
+    norms = np.array([[1.0, 40.0], [2.0, 50.0], [9.0, 60.0]])
+    unit = FedVG(granularity="tensor", relative_eps=0.5).weights(reports(norms), None, TWO).unit
+    inverse = 1 / (norms + np.array([1.0, 25.0]))
+    np.testing.assert_allclose(unit, inverse / inverse.sum(axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "weights"), [(0.0, [1 / 3] * 3), (0.5, [0.5, 0.25, 0.25]), (1.0, [8 / 9, 1 / 18, 1 / 18])]
+)
+def test_exponent_between_uniform_and_inverse(exponent, weights):
+    scores = [1, 4, 4] if exponent == 0.5 else [1, 16, 16]
+    np.testing.assert_allclose(client_weights(scores, exponent=exponent, eps=0.0), weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize("key", ["L1", "L2"])
+def test_layerwise_weights_and_the_published_sum(key):
+    norms = EXAMPLES[f"fedvg.{key}.tensor_norms"]
+    layerwise = FedVG(norm=key.lower(), granularity="tensor").weights(reports(norms), None, LAYOUT)
+    assert_example(layerwise.unit, f"fedvg.{key}.layerwise.s[k][tensor]")
+    assert_example(layerwise.client, f"fedvg.{key}.s")
+    summed = client_weights([sum(row) for row in norms])
+    assert_example(summed, f"fedvg.{key}.s(sum instead of mean)")
+
+
+def finished(weighting: FedVG, gradient, params=(0, 0, 0), start=(0, 0, 0), layout=LAYOUT) -> Probe:
+    sums = {
+        "gradient": 2 * np.array(gradient, float),
+        "loss": np.array(1.0),
+        "correct": np.array(1),
+        "count": np.array(2),
+    }
+    sums = sums if weighting.needs == "gradient" else {}
+    return weighting.finish(sums, Scored(*(torch.tensor(v, dtype=torch.float64) for v in (params, start)), layout))
+
+
+def test_the_norm_of_the_whole_gradient_is_another_score():
+    weighting = FedVG(norm="l2", units="model")
+    probes = [finished(weighting, EXAMPLES[f"fedvg.val_grad{k}"]) for k in (1, 2)]
+    assert_example([probe.score for probe in probes], "fedvg.global_L2.G")
+    given = [Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)]
+    assert_example(weighting.weights(given, None, LAYOUT).client, "fedvg.global_L2.s")
+
+
+def test_units_of_several_tensors_have_the_norm_of_their_whole_gradient():
+    layout = VectorLayout(("a.weight", "b.weight", "a.bias"), ((2,), (1,), (1,)))
+    gradient = [3.0, -4.0, 7.0, 12.0]
+    four = {"params": [1.0] * 4, "start": [0.0] * 4, "layout": layout}
+    np.testing.assert_allclose(finished(FedVG(units="module"), gradient, **four).values, [19, 7])
+    np.testing.assert_allclose(finished(FedVG(norm="l2", units="module"), gradient, **four).values, [13, 7])
+    np.testing.assert_allclose(finished(FedVG(norm="l2", granularity="module"), gradient, **four).values, [13, 7])
+    np.testing.assert_allclose(finished(FedVG(norm="l2", units="block"), gradient, **four).values, [13, 7])
+    np.testing.assert_allclose(finished(FedVG(norm="l2"), gradient, **four).values, [5, 7, 12])
+
+
+def test_spectral_norms():
+    layout = VectorLayout(("w",), ((2, 2),))
+    sigma = finished(FedVG(norm="spectral"), [3, 0, 4, 5], [0] * 4, [0] * 4, layout).values[0]
+    assert_example(sigma, "fedvg.spectral sigma1 of [[3,0],[4,5]]")
+    rng = np.random.default_rng(0)
+    layout = VectorLayout(("conv.weight", "conv.bias", "norm.weight"), ((4, 3, 5, 5), (4,), (7,)))
+    gradient = rng.normal(size=311)
+    singular = np.linalg.svd(gradient[:300].reshape(4, 75), compute_uv=False)[0]
+    others = [np.linalg.norm(gradient[300:304]), np.linalg.norm(gradient[304:])]
+    zeros = np.zeros(311)
+    found = finished(FedVG(norm="spectral"), gradient, zeros, zeros, layout).values
+    np.testing.assert_allclose(found, [singular, *others], rtol=1e-12)
+    found = finished(FedVG(norm="spectral", units="module"), gradient, zeros, zeros, layout).values
+    np.testing.assert_allclose(found, [np.hypot(singular, others[0]), others[1]], rtol=1e-12)
+
+
+def test_the_norm_of_the_update_needs_no_data():
+    weighting = FedVG(norm="delta")
+    probe = finished(weighting, [0, 0, 0], params=(4, 6, 1), start=(1, 2, 3))
+    np.testing.assert_array_equal(probe.values, [5, 2])
+    assert (weighting.needs, probe.loss, probe.accuracy, probe.score) == ("vectors", None, None, 3.5)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "spectral"])
+def test_scale_free_scores_survive_rescaling_a_unit(norm):
+    """Parameters of a unit times c, its gradient over c: the same function in front of a BatchNorm."""
+    rng = np.random.default_rng(0)
+    gradient, params = rng.normal(size=(2, 3))
+    scale = np.array([1e4, 1e4, 1e-3])
+    plain, free = FedVG(norm=norm), FedVG(norm=norm, scale_free=True)
+    before = finished(free, gradient, params).values
+    np.testing.assert_allclose(finished(free, gradient / scale, params * scale).values, before, rtol=1e-12)
+    assert (
+        finished(plain, gradient / scale, params * scale).values[0] < 1e-3 * finished(plain, gradient, params).values[0]
+    )
+    two = np.sqrt((gradient[:2] ** 2).sum() * (params[:2] ** 2).sum())
+    if norm == "l2":
+        assert before[0] == pytest.approx(two, rel=1e-12)
+
+
+THREE = VectorLayout(("a", "b", "c"), ((1,), (1,), (1,)))
+SMOOTHED = {
+    "moving_average": "smooth.moving_average(window 3, edge padding)",
+    "graph": "smooth.graph(path 0-1-2)",
+}
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHED)
+@pytest.mark.parametrize("edges", [(), (("a", "b"), ("b", "c"))])
+def test_smoothing(smoothing, edges):
+    """Unit weights [[.8, .2], [.5, .5], [.2, .8]] (rows: units) from norms that are their inverses."""
+    norms = 1 / np.array([[0.8, 0.5, 0.2], [0.2, 0.5, 0.8]])
+    weighting = FedVG(granularity="tensor", smoothing=smoothing, eps=0.0)
+    weights = weighting.weights(reports(norms), None, VectorLayout(THREE.names, THREE.shapes, edges))
+    assert_example(weights.unit.T, SMOOTHED[smoothing])
+    assert weighting.needs_edges == (smoothing == "graph")
+
+
+def test_smoothing_follows_the_edges():
+    """A skip connection a -> c, and b apart: b keeps its weights, a and c share theirs."""
+    norms = 1 / np.array([[0.8, 0.5, 0.2], [0.2, 0.5, 0.8]])
+    layout = VectorLayout(THREE.names, THREE.shapes, (("a", "c"),))
+    unit = FedVG(granularity="module", smoothing="graph", eps=0.0).weights(reports(norms), None, layout).unit
+    np.testing.assert_allclose(unit, np.full((2, 3), 0.5), rtol=1e-12)
+    wide = FedVG(granularity="tensor", smoothing="moving_average", window=5, eps=0.0)
+    np.testing.assert_allclose(wide.weights(reports(norms), None, THREE).unit[0], [0.62, 0.5, 0.38], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"granularity": "block", "units": "tensor"}, "units: tensor contradicts granularity: block"),
+        ({"smoothing": "graph"}, "smoothing needs one weight per unit"),
+        ({"window": 2}, "window should be odd"),
+        ({"norm": "delta", "scale_free": True}, "scale_free is about gradients"),
+    ],
+)
+def test_contradictions_are_refused(fields, text):
+    with pytest.raises(ValueError, match=text):
+        FedVG(**fields)
 
 
 def test_a_client_that_takes_all_the_weight_is_named():
@@ -139,7 +284,7 @@ class TestAuthorsNumbers:
             with objective.scoring(mode):
                 batches = [objective.take(np.arange(start, start + 32)) for start in (0, 32, 64)]
                 sums = weighting.accumulate(objective, batches)
-            probes.append(weighting.finish(sums, objective.params, objective.params, objective.layout))
+            probes.append(weighting.finish(sums, Scored(objective.params, objective.params, objective.layout)))
             after = checksum(objective.params.numpy(), objective.buffers.floats.numpy(), objective.buffers.ints.numpy())
             assert before == after
         return probes
@@ -159,7 +304,7 @@ class TestAuthorsNumbers:
             if name in skipped:
                 continue
             norms = [client[name] for client in wanted["norm_of_mean_gradient_per_tensor"]]
-            np.testing.assert_allclose([p.unit_norms[u] for p in probes], norms, rtol=self.RTOL, err_msg=name)
+            np.testing.assert_allclose([p.values[u] for p in probes], norms, rtol=self.RTOL, err_msg=name)
             np.testing.assert_allclose(weights.unit[:, u], wanted["layer_weights"][name], rtol=self.RTOL, err_msg=name)
 
     @pytest.mark.parametrize(("statistics", "noisy"), [("batch", list(NOISE)), ("running", [])])
@@ -172,17 +317,27 @@ class TestAuthorsNumbers:
         taken = [name for u, name in enumerate(layout.names) if np.array_equal(weights.unit[:, u], weights.client)]
         assert taken == noisy
 
-    @pytest.mark.parametrize("key", ["fedvg", "fedavg"])
-    def test_averages(self, arrays, expected, key):
+    @pytest.mark.parametrize("statistics", ["batch_stats", "running_stats"])
+    def test_spectral_layer_weights(self, arrays, expected, statistics):
+        weighting = FedVG(norm="spectral", granularity="tensor", noise_floor=0.0)
+        probes = self.probes(arrays, weighting, statistics.removesuffix("_stats"))
+        layout = self.objective(arrays, "init").layout
+        weights = weighting.weights([Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)], None, layout)
+        skipped = self.NOISE if statistics == "batch_stats" else ()
+        for u, name in enumerate(layout.names):
+            if name not in skipped:
+                wanted = expected[statistics]["spectral_layer_weights"][name]
+                np.testing.assert_allclose(weights.unit[:, u], wanted, rtol=self.RTOL, err_msg=name)
+
+    @pytest.mark.parametrize(
+        ("key", "weighting"), [("fedvg", FedVG()), ("fedvg_averaged_with_size", Mix()), ("fedavg", Size())]
+    )
+    def test_averages(self, arrays, expected, key, weighting):
         init = self.objective(arrays, "init")
         models = [self.objective(arrays, f"client{k}").params.double() for k in range(3)]
-        if key == "fedvg":
-            probes = self.probes(arrays, FedVG(), "batch")
-            given = [Report(k, 1, 1, 0.0, probe) for k, probe in enumerate(probes)]
-            weights = FedVG().weights(given, None, init.layout).client
-        else:
-            given = [Report(k, n, 1, 0.0, None) for k, n in enumerate(expected["num_examples"])]
-            weights = Size().weights(given, None, init.layout).client
+        probes = self.probes(arrays, weighting, "batch")
+        given = [Report(k, n, 1, 0.0, probes[k]) for k, n in enumerate(expected["num_examples"])]
+        weights = weighting.weights(given, None, init.layout).client
         start = init.params.double()
         average = start + sum(w * (model - start) for w, model in zip(weights, models, strict=True))
         for name, total in expected["aggregate_sum_per_tensor"][key].items():
