@@ -32,6 +32,8 @@ from raysim.errors import ConfigError
 from raysim.evaluation import EvaluationSettings
 from raysim.execution.settings import ExecutionSettings
 from raysim.fields import Count, Fraction, NonNegativeInt, Positive, Section
+from raysim.fusion import FUSIONS
+from raysim.fusion.base import Fusion
 from raysim.local import LocalTraining
 from raysim.models import MODELS
 from raysim.models.base import ModelSettings
@@ -57,8 +59,10 @@ def _one_of(registry: Mapping[str, type]) -> Any:
 
 if TYPE_CHECKING:
     AlgorithmSection = AnyAlgorithm
+    FusionSection = Fusion
 else:
     AlgorithmSection = _one_of(ALGORITHMS)
+    FusionSection = _one_of(FUSIONS)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class RunConfig(Section):
         client: Participation and local training.
         algorithm: How clients train and the server steps.
         weighting: How much each client counts; null: that of the algorithm's paper.
+        fusion: What the server trains on its own data at the end of a round; null: nothing.
         scoring: How client models are scored.
         evaluation: When the global model is tested.
         execution: Where the work runs.
@@ -117,6 +122,7 @@ class RunConfig(Section):
     client: ClientSettings = field(default_factory=ClientSettings)
     algorithm: AlgorithmSection = field(default_factory=ALGORITHMS["fedavg"])
     weighting: Weighting | None = None
+    fusion: FusionSection | None = None
     scoring: ScoringSettings = field(default_factory=ScoringSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
@@ -131,6 +137,8 @@ class RunConfig(Section):
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
         self.algorithm.check(self.client)
+        if self.fusion is not None:
+            self.fusion.check(self.algorithm.name, averages=self.algorithm.averages)
 
     @property
     def cohort_size(self) -> int:
@@ -271,7 +279,7 @@ def _walk(loc: Sequence[int | str], values: Mapping[str, Any]) -> tuple[KeyPath,
 def _section_at(section: Any, key: str, given: Any) -> Any:
     """The dataclass behind a key of a section, picked by `name` where there are several; None for a plain value."""
     hint = typing.get_type_hints(section)[key]
-    if hint in (Weighting, Weighting | None) or (section is RunConfig and key == "algorithm"):
+    if hint in (Weighting, Weighting | None) or (section is RunConfig and key in ("algorithm", "fusion")):
         registry = _registry(key)
         name = given.get("name") if isinstance(given, Mapping) else None
         return registry.get(str(name), next(iter(registry.values())))
@@ -288,7 +296,8 @@ def _blame(path: KeyPath, section: Any, text: str) -> tuple[KeyPath, str]:
 
 
 def _registry(key: str) -> Mapping[str, type]:
-    return ALGORITHMS if key == "algorithm" else WEIGHTINGS
+    registries: dict[str, Mapping[str, type]] = {"algorithm": ALGORITHMS, "fusion": FUSIONS}
+    return registries.get(key, WEIGHTINGS)
 
 
 def _suggest(path: KeyPath, section: Any) -> str:

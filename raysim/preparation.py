@@ -149,6 +149,7 @@ def prepare(config: RunConfig) -> Prepared:
         rounds=config.rounds,
         algorithm=config.algorithm,
         weighting=config.weighting,
+        fusion=config.fusion,
         training=config.client,
         scoring=config.scoring,
         model=config.model,

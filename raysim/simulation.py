@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from raysim.algorithms.base import Coefficients, Cohort
 from raysim.config import RunConfig, load_config
 from raysim.data.partition import Partition
 from raysim.errors import ConfigError, RunError
-from raysim.execution.base import Broadcast, Executor, Observer, Outcome, WorkItem
+from raysim.execution.base import Broadcast, Executor, Observer, Outcome, Packed, WorkItem
 from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder, RoundResult
@@ -31,7 +31,7 @@ from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
 from raysim.recording.tables import read_table
 from raysim.seeding import Purpose, rng_for
-from raysim.state import Buffers, RoundState
+from raysim.state import Buffers, RoundState, ServerState
 from raysim.weighting.base import Weights
 
 logger = logging.getLogger("raysim")
@@ -131,6 +131,8 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
         )
         server = setup.algorithm.server_update(state.server, cohort)
         buffers = summation.mean_buffers(state.server.params.dtype)
+        if setup.fusion is not None:
+            server, buffers, weights = _fused(executor, usable, state, server, buffers, weights)
         if not torch.isfinite(server.params).all():
             raise RunError(f"round {round_num}: the server's step made the global model non-finite; it is not deployed")
     changed = {o.client_id: o for o in usable if o.state is not None}
@@ -144,6 +146,23 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     sampled = {outcome.client_id: outcome for outcome in outcomes}
     complete = [sampled.get(i.client_id) or Outcome(i.client_id, i.position, "skipped", "no examples") for i in items]
     return RoundResult(after, complete, weights, use, time.perf_counter() - started)
+
+
+def _fused(
+    executor: Executor,
+    usable: Sequence[Outcome],
+    state: RoundState,
+    server: ServerState,
+    buffers: Buffers,
+    weights: Weights,
+) -> tuple[ServerState, Buffers, Weights]:
+    """The server's training on its own data, which has the last word on the model and on what each client counts."""
+    broadcast = Broadcast.of(state.round_num + 1, state.server, state.buffers)
+    fused = executor.fuse(usable, broadcast, Packed.of(server), Packed.of(buffers), weights.client)
+    logger.info("round %d: %s", broadcast.round_num, fused.note)
+    if fused.weights is not None:
+        weights = Weights(fused.weights, notes=weights.notes)
+    return replace(server, params=torch.from_numpy(fused.params.copy())), fused.buffers.unpack(), weights
 
 
 class _Summation:
@@ -303,8 +322,8 @@ def make_executor(prepared: Prepared, progress: Progress) -> Executor:
 
 def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress: Progress) -> Iterator[RoundRecord]:
     """The rounds of a run, one after the other: each is yielded once it is committed."""
-    config, state = prepared.config, prepared.initial
-    recorder.initial(state, executor.evaluate(state.server, state.buffers))
+    config, state, algorithm = prepared.config, prepared.initial, prepared.setup.algorithm
+    recorder.initial(state, executor.evaluate(algorithm.evaluated(state.server), state.buffers))
     while state.round_num < config.rounds:
         begun = recorder.now()
         round_num = state.round_num + 1
@@ -314,7 +333,7 @@ def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress:
         state = result.state
         clock = time.perf_counter()
         due = round_num % config.evaluation.every == 0 or round_num == config.rounds
-        metrics = executor.evaluate(state.server, state.buffers) if due else None
+        metrics = executor.evaluate(algorithm.evaluated(state.server), state.buffers) if due else None
         record = recorder.commit(result, metrics, begun, time.perf_counter() - clock)
         del result  # Its updates are dropped before the next round makes new ones.
         yield record

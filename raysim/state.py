@@ -48,6 +48,10 @@ class Buffers:
     floats: Vector
     ints: torch.Tensor
 
+    def copied(self) -> Buffers:
+        """The same values in memory of their own, on the CPU."""
+        return Buffers(self.floats.detach().cpu().clone(), self.ints.cpu().clone())
+
 
 @dataclass(frozen=True)
 class ServerState:

@@ -28,6 +28,7 @@ class FedAvg(Algorithm[ServerState, None, ClientUpdate]):
     """Local SGD, then the weighted mean of the clients' models."""
 
     name: Literal["fedavg"] = "fedavg"
+    averages = True
 
     def init_server(self, params: Vector, population: Population) -> ServerState:
         """The global model, nothing else."""

@@ -36,6 +36,7 @@ class FedProx(Algorithm[ServerState, None, ClientUpdate]):
     """
 
     name: Literal["fedprox"] = "fedprox"
+    averages = True
     mu: NonNegative = 0.01
     stragglers: BelowOne = 0.0
 

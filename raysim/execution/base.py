@@ -13,16 +13,19 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from raysim.algorithms.base import AnyAlgorithm, Coefficients
+from raysim.algorithms.base import AnyAlgorithm
+from raysim.cohort import Coefficients
 from raysim.data.arrays import ImageSet
 from raysim.data.partition import Partition
 from raysim.evaluation import Metrics
 from raysim.execution.faults import Fault
 from raysim.execution.ray_plan import Demand
 from raysim.execution.settings import ExecutionSettings
+from raysim.fusion.base import Fusion
 from raysim.local import LocalTraining
 from raysim.models.base import InputSpec, ModelSettings
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
+from raysim.vector import Vector
 from raysim.weighting.base import Probe, Report, ScoringSettings, Sums, Weighting
 
 GROUP = 16
@@ -38,6 +41,7 @@ class Setup:
         rounds: Of the run; learning-rate schedules look at it.
         algorithm: How clients train and the server steps.
         weighting: How much each client counts.
+        fusion: What the server trains at the end of a round, if anything.
         training: Local training.
         scoring: How validation passes are made.
         model: Which network.
@@ -59,6 +63,7 @@ class Setup:
     rounds: int
     algorithm: AnyAlgorithm
     weighting: Weighting
+    fusion: Fusion | None
     training: LocalTraining
     scoring: ScoringSettings
     model: ModelSettings
@@ -240,6 +245,16 @@ class PoolUse:
     retries: int = 0
 
 
+@dataclass(frozen=True)
+class FusedModel:
+    """What a fusion made of a cohort, on the wire: the global model's vectors, and `Fused.weights` and `.note`."""
+
+    params: np.ndarray
+    buffers: Packed
+    weights: np.ndarray | None
+    note: str
+
+
 class Observer(Protocol):
     """Who is told how a round goes on."""
 
@@ -261,8 +276,18 @@ class Executor(Protocol):
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums of update fields over `outcomes`, in the fixed groups, one update in memory at a time."""
 
-    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
-        """Metrics of the deployed global model on the test set."""
+    def fuse(
+        self,
+        outcomes: Sequence[Outcome],
+        broadcast: Broadcast,
+        merged: Packed,
+        buffers: Packed,
+        weights: np.ndarray,
+    ) -> FusedModel:
+        """The fusion of a cohort's models after the server's step, on one scorer."""
+
+    def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
+        """Metrics of a global model on the test set."""
 
     def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
         """Take over another run with the processes as they are; False, and nothing is changed, if it needs other ones."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from raysim.evaluation import ShardPredictions
-from raysim.execution.base import Broadcast, Packed, Setup, TrainReport, WorkItem
-from raysim.execution.work import build_objective, evaluate_shard, probe_client, reference_at, train_client
+from raysim.execution.base import Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.work import build_objective, evaluate_shard, fuse_models, probe_client, reference_at, train_client
 from raysim.state import Arrays
 from raysim.weighting.base import Probe, Sums
 
@@ -55,6 +56,12 @@ class WorkActor:
     def reference(self, broadcast: Broadcast) -> Sums | None:
         """What the weighting needs of the global model."""
         return reference_at(self._setup, self._objective, broadcast)
+
+    def fuse(
+        self, broadcast: Broadcast, merged: Packed, buffers: Packed, weights: np.ndarray, *updates: Arrays
+    ) -> FusedModel:
+        """The run's fusion of a cohort; its updates are read where the object store has them."""
+        return fuse_models(self._setup, self._objective, broadcast, merged, buffers, weights, updates)
 
     def evaluate(self, server: Packed, buffers: Packed, shard: int) -> ShardPredictions:
         """Predictions on one shard of the test set."""

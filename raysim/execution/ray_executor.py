@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from raysim.algorithms.base import Coefficients
+from raysim.cohort import Coefficients
 from raysim.errors import ConfigError, RunError
 from raysim.evaluation import Metrics, metrics_of
-from raysim.execution.base import Broadcast, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
+from raysim.execution.base import Broadcast, FusedModel, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
 from raysim.execution.ray_plan import Demand, Plan, make_plan
@@ -39,6 +39,7 @@ from raysim.execution.ray_pool import (
 from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import sum_updates
 from raysim.state import Arrays, Buffers, ServerState
+from raysim.vector import Vector
 from raysim.weighting.base import Sums
 
 logger = logging.getLogger("raysim.ray")
@@ -162,11 +163,37 @@ class RayExecutor:
                 _, outcome.update, _ = trained[0].value
         raise RunError(f"round of client {outcome.client_id}: its update was lost {self._settings.retries + 1} times")
 
-    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
+    def fuse(
+        self,
+        outcomes: Sequence[Outcome],
+        broadcast: Broadcast,
+        merged: Packed,
+        buffers: Packed,
+        weights: np.ndarray,
+    ) -> FusedModel:
+        """The fusion on a scorer; if an update is gone with its node, its client trains again."""
+        assert self._backend is not None
+        head = ray.put(broadcast), ray.put(merged), ray.put(buffers), ray.put(weights)
+        for _ in range(self._settings.retries + 1):
+            done: list[Done] = []
+            payload = (*head, *(outcome.update for outcome in outcomes))
+            label, limit = f"round {broadcast.round_num}", self._settings.unit_timeout_s
+            self._scorers.put(Unit("fuse", -1, label, payload, timeout_s=limit, again_when_late=True))
+            run_until_done([self._scorers], self._backend, done.append)
+            if done[0].error is None:
+                fused: FusedModel = done[0].value
+                return fused
+            if not isinstance(done[0].error, InputLost):
+                break
+            for outcome in outcomes:
+                self._update(outcome)
+        raise RunError(f"{label}: the fusion failed: {done[0].error}")
+
+    def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
         """Metrics on the test set, its shards spread over the scorers."""
         assert self._backend is not None
         setup = self._setup
-        packed = ray.put(Packed.of(ServerState(server.params))), ray.put(Packed.of(buffers))
+        packed = ray.put(Packed.of(ServerState(params))), ray.put(Packed.of(buffers))
         found: dict[int, Any] = {}
 
         def handle(done: Done) -> None:

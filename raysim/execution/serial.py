@@ -15,20 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from raysim.algorithms.base import Coefficients
+from raysim.cohort import Coefficients
 from raysim.evaluation import Metrics, metrics_of
-from raysim.execution.base import Broadcast, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
+from raysim.execution.base import Broadcast, FusedModel, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
 from raysim.execution.ray_plan import Demand
 from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import (
     build_objective,
     evaluate_shard,
+    fuse_models,
     probe_client,
     reference_at,
     sum_updates,
     train_client,
 )
 from raysim.state import Buffers, ServerState
+from raysim.vector import Vector
 from raysim.weighting.base import Sums
 
 
@@ -79,10 +81,22 @@ class SerialExecutor:
         """float64 sums in the fixed groups."""
         return sum_updates([o.position for o in outcomes], lambda i: outcomes[i].update, coefficients)
 
-    def evaluate(self, server: ServerState, buffers: Buffers) -> Metrics:
+    def fuse(
+        self,
+        outcomes: Sequence[Outcome],
+        broadcast: Broadcast,
+        merged: Packed,
+        buffers: Packed,
+        weights: np.ndarray,
+    ) -> FusedModel:
+        """The fusion, here."""
+        updates = [outcome.update for outcome in outcomes]
+        return fuse_models(self._setup, self._objective, broadcast, merged, buffers, weights, updates)
+
+    def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
         """Metrics on the test set, shard by shard."""
         setup = self._setup
-        packed = Packed.of(server), Packed.of(buffers)
+        packed = Packed.of(ServerState(params)), Packed.of(buffers)
         shards = [evaluate_shard(setup, self._objective, *packed, i) for i in range(len(setup.evaluation_shards))]
         return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
 

@@ -17,8 +17,9 @@ import torch
 
 from raysim.algorithms.base import Coefficients
 from raysim.evaluation import ShardPredictions, predict_shard
-from raysim.execution.base import GROUP, Broadcast, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.base import GROUP, Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
 from raysim.execution.faults import strike
+from raysim.fusion.base import Candidates
 from raysim.models import build_model
 from raysim.objective import Batch, ModelObjective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
@@ -149,6 +150,41 @@ def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) 
         bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
         with bound.scoring(setup.scoring.batch_norm):
             return setup.weighting.reference(bound, [_batches(bound, shard) for shard in setup.scoring_shards])
+
+
+def fuse_models(
+    setup: Setup,
+    objective: ModelObjective,
+    broadcast: Broadcast,
+    merged: Packed,
+    buffers: Packed,
+    weights: np.ndarray,
+    updates: Sequence[Arrays],
+) -> FusedModel:
+    """The run's fusion of a cohort.
+
+    Args:
+        setup: The run.
+        objective: The process's bound model; overwritten.
+        broadcast: Server state at the start of the round.
+        merged: Server state after the algorithm's step.
+        buffers: The averaged buffers.
+        weights: float64 [C].
+        updates: The clients' updates.
+    """
+    assert setup.fusion is not None
+    device, round_num = objective.device, broadcast.round_num
+    with torch_settings(setup, device):
+        bound = objective.on(setup.validation)
+        server = merged.unpack(device)
+        bound.load(server.params, buffers.unpack(device))
+        deltas = [as_tensor(arrays["delta"], device) for arrays in updates]
+        candidates = Candidates(broadcast.server.unpack(device).params, server.params, deltas, weights)
+        rng = rng_for(setup.seed, Purpose.FUSION, round_num=round_num)
+        with torch_seeded_from(rng, device), bound.training():
+            training = setup.fusion.training.at(round_num, setup.rounds)
+            fused = setup.fusion.fuse(bound, candidates, training, rng)
+    return FusedModel(fused.params.cpu().numpy().copy(), Packed.of(bound.buffers.copied()), fused.weights, fused.note)
 
 
 def evaluate_shard(

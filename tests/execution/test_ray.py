@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import raysim
-from raysim.algorithms.base import Coefficients
+from raysim.cohort import Coefficients
 from raysim.config import load_config
 from raysim.errors import ConfigError, RunError
 from raysim.execution.base import Broadcast, WorkItem
@@ -38,6 +38,23 @@ def test_equal_checksums_for_any_number_of_actors(tmp_path, serial, clients, sco
     assert set(table["pid"].to_pylist()).isdisjoint(table["scorer_pid"].to_pylist())
     serial_rows = serial.clients.select(["client_id", "score", "weight", "train_loss"]).to_pylist()
     assert table.select(["client_id", "score", "weight", "train_loss"]).to_pylist() == serial_rows
+
+
+def test_a_session_starts_its_pools_once_and_anew_for_another_shape(tmp_path):
+    few = ["client.per_round=2", "client.local_epochs=1", "output.tensorboard=false"]
+    with raysim.Session() as session:
+
+        def pids(name, *overrides):
+            record = raysim.run(QUICKSTART, settings(tmp_path, name, *few, *overrides, rounds=1), session=session)
+            return {pid for column in ("pid", "scorer_pid") for pid in record.clients[column].to_pylist()}
+
+        one = ["execution.client_actors=1", "execution.scorer_actors=1"]
+        first = pids("first", *one)
+        assert pids("second", *one, "seed=1", "model.name=mlp") == first
+        assert pids("third", "execution.client_actors=1", "execution.scorer_actors=2").isdisjoint(first)
+        with pytest.raises(RunError, match="non-finite"):
+            pids("fourth", *one, "client.optimizer.lr=1e30", "execution.on_nonfinite=abort")
+        assert len(pids("fifth", *one)) == 2, "after an error the pools are new"
 
 
 def test_equal_checksums_when_every_client_has_its_own_actor(tmp_path):
