@@ -9,6 +9,15 @@ from pathlib import Path
 
 HEAVY = ("torch", "ray", "pydantic", "pyarrow", "numpy")
 
+STEPS = """
+import torch, raysim.algorithms, raysim.weighting
+from raysim.local import OptimizerSettings
+for name in ("sgd", "adam", "adamw"):
+    params = torch.ones(3)
+    OptimizerSettings(name).start(params, torch.ones(3))()
+    assert (params < 1).all()
+"""
+
 HELP = """
 import raysim.cli
 try:
@@ -34,8 +43,8 @@ def test_the_package_and_its_help_load_nothing_heavy():
     assert loaded(HELP, HEAVY) == []
 
 
-def test_the_registries_load_neither_ray_nor_torchvision():
-    assert loaded("import raysim.algorithms, raysim.weighting", ("torch", "ray", "torchvision")) == ["torch"]
+def test_the_registries_and_local_steps_load_neither_ray_nor_torchs_compiler():
+    assert loaded(STEPS, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
 
 
 def test_checking_a_serial_run_loads_no_ray(tmp_path: Path):

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from quadratic import START, TRAINING, Quadratic, assert_example, clients
+from raysim.config import resolve
+from raysim.errors import ConfigError
 from raysim.local import LocalTraining, OptimizerSettings, local_sgd
 from raysim.models import build_model
 from raysim.models.base import InputSpec, ModelSettings
@@ -22,10 +26,27 @@ def test_two_steps_on_the_quadratics(k):
     assert local.num_steps == 2
 
 
-@pytest.mark.parametrize("settings", [(0.1, 0.0, 0.0), (0.05, 0.9, 0.0), (0.05, 0.9, 1e-2)])
-def test_the_same_bits_as_a_plain_pytorch_loop(images, settings):
-    lr, momentum, decay = settings
-    optimizer = OptimizerSettings(lr=lr, momentum=momentum, weight_decay=decay)
+@pytest.mark.parametrize(
+    ("optimizer", "of_torch"),
+    [
+        (OptimizerSettings(lr=0.1), partial(torch.optim.SGD, lr=0.1)),
+        (OptimizerSettings(lr=0.05, momentum=0.9), partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
+        (
+            OptimizerSettings(lr=0.05, momentum=0.9, weight_decay=0.01),
+            partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+        ),
+        (
+            OptimizerSettings("adam", lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-4),
+            partial(torch.optim.Adam, lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-4),
+        ),
+        (
+            OptimizerSettings("adamw", lr=0.01, weight_decay=0.1),
+            partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+        ),
+    ],
+    ids=["sgd", "momentum", "weight_decay", "adam", "adamw"],
+)
+def test_the_same_bits_as_a_plain_pytorch_loop(images, optimizer, of_torch):
     training = LocalTraining(local_epochs=3, batch_size=13, optimizer=optimizer)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -35,7 +56,7 @@ def test_the_same_bits_as_a_plain_pytorch_loop(images, settings):
         with objective.training():
             local = local_sgd(objective, objective.params.clone(), training, np.random.default_rng(3))
         rng = np.random.default_rng(3)
-        reference = torch.optim.SGD(plain.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+        reference = of_torch(plain.parameters())
         losses = []
         for _ in range(3):
             for batch in cut_batches(rng.permutation(40), 13, last_batch="auto", has_batch_norm=True):
@@ -62,6 +83,54 @@ def test_the_correction_is_part_of_the_gradient():
     )
     np.testing.assert_allclose(local.params, 0.805, rtol=1e-12)
     assert (start == 1).all()
+
+
+@pytest.mark.parametrize(("name", "end"), [("sgd", 0.85), ("adam", 0.9), ("adamw", 0.85)])
+def test_weight_decay_by_hand(name, end):
+    """w = 1, gradient 1, lr 0.1, decay 0.5: sgd 1 - 0.1 * 1.5; adam's first step is lr for any gradient; adamw 0.95 - 0.1."""
+    w, grad = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    OptimizerSettings(name, lr=0.1, weight_decay=0.5).start(w, grad)()
+    assert w.item() == pytest.approx(end, rel=1e-8), "eps moves adam by 1e-9"
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_three_steps_of_adam_in_float64(name):
+    optimizer = OptimizerSettings(name, lr=0.1, weight_decay=0.2)
+    params = torch.nn.Parameter(torch.tensor(START, dtype=torch.float64))
+    reference = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]([params], lr=0.1, weight_decay=0.2)
+    mine, grad = params.detach().clone(), torch.zeros(3, dtype=torch.float64)
+    step = optimizer.start(mine, grad)
+    for power in range(3):
+        grad.copy_(mine**power - 0.3)
+        params.grad = grad.clone()
+        step()
+        reference.step()
+        assert torch.equal(mine, params.detach())
+
+
+def test_every_round_starts_with_a_fresh_optimizer():
+    training = LocalTraining(local_epochs=2, batch_size=None, optimizer=OptimizerSettings("adam", lr=0.1))
+    start = torch.tensor(START, dtype=torch.float64)
+    first, second = (local_sgd(clients()[0], start, training, np.random.default_rng(0)) for _ in range(2))
+    assert torch.equal(first.params, second.params)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"name": "adam", "momentum": 0.9}, "momentum: 0.9 has no effect with adam; leave it out or use sgd"),
+        ({"beta2": 0.9}, "beta2: 0.9 has no effect with sgd; leave it out or use adam or adamw"),
+        (
+            {"schedule": {"name": "cosine", "every": 5}},
+            "schedule.every: 5 has no effect with cosine; leave it out or use step",
+        ),
+        ({"schedule": {"final": 0.1}}, "schedule.final: 0.1 has no effect with constant; leave it out or use cosine"),
+    ],
+)
+def test_a_setting_that_would_not_be_read_is_refused(values, problem):
+    with pytest.raises(ConfigError) as caught:
+        resolve({"client": {"optimizer": values}})
+    assert caught.value.problems == (f"configuration: client.optimizer.{problem}",)
 
 
 def test_no_batch_no_step(images):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from raysim.execution.base import Packed
-from raysim.state import ClientUpdate, ServerState, from_arrays, record_checksum, to_arrays
+from raysim.state import ClientUpdate, ServerState, from_arrays, record_checksum, to_arrays, vectors_and_numbers
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,28 @@ def test_records_survive_the_wire():
     assert back.velocity.dtype == torch.float64
     assert back.steps == 7
     assert Packed.of(None).unpack() is None
+
+
+@dataclass(frozen=True)
+class Measured(ClientUpdate):
+    work: float
+    per_tensor: tuple[float, ...]
+    none: tuple[float, ...] = ()
+
+
+def test_tensors_travel_as_vectors_and_tuples_as_numbers():
+    vectors, numbers = vectors_and_numbers(Measured(torch.ones(3), 5, 2, 0.5, 1.5, (0.1, 0.2)))
+    assert vectors.keys() == {"delta"}
+    assert vectors["delta"].tolist() == [1, 1, 1]
+    assert numbers == {
+        "num_examples": 5,
+        "num_steps": 2,
+        "loss": 0.5,
+        "work": 1.5,
+        "per_tensor": (0.1, 0.2),
+        "none": (),
+    }
+    assert {type(value) for value in numbers.values()} == {int, float, tuple}
 
 
 def test_read_only_arrays_are_taken_without_a_warning_or_a_copy():

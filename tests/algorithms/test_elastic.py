@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from dataclasses import replace
 
-from quadratic import LAYOUT, Federation, Quadratic, assert_example, validation
-from raysim.algorithms.elastic import Elastic, elasticity
-from raysim.objective import Batch
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quadratic import LAYOUT, START, TRAINING, Federation, Quadratic, assert_example, clients, example, validation
+from raysim.algorithms.elastic import Elastic, elasticity, tensor_elasticity
+from raysim.algorithms.fedavg import FedAvg
+from raysim.local import LocalTraining
+from raysim.objective import Batch, ModelObjective
+from raysim.weighting.base import Weights
 from raysim.weighting.fedvg import FedVG
 from raysim.weighting.size import Size
 
+ONE_EPOCH = replace(TRAINING, local_epochs=1)
 INPUTS = {30: ([1, 0, 1], [0, 1, 1]), 10: ([1, 1, 0], [2, 0, 1])}
 
 
@@ -59,6 +67,96 @@ def test_the_same_client_twice_has_the_same_sensitivity():
     first, _ = run.train()
     second, _ = run.train()
     assert torch.equal(first[0].sensitivity, second[0].sensitivity)
+
+
+def test_the_published_form_with_given_sensitivities():
+    """T1 = [4, 1], T2 = [2, 3]: zeta = 1.5 - (0.75 * [4, 1] + 0.25 * [2, 3]) / [4, 3] = [0.625, 1]."""
+    given = np.array([[4.0, 1.0], [2.0, 3.0]])
+    assert_example(
+        tensor_elasticity(given, np.array([0.75, 0.25]), 0.5), "elastic.flbench.zeta(given T1=[4,1],T2=[2,3])"
+    )
+    run = Federation(Elastic(variant="flbench"), Size(), clients(), validation())
+    updates, _ = run.train()
+    updates = {k: replace(update, sensitivity=tuple(given[k])) for k, update in updates.items()}
+    weights = Size().weights([run.report(k, updates[k]) for k in (0, 1)], None, LAYOUT)
+    server = run.algorithm.server_update(run.server, run.cohort(updates, weights))
+    assert_example(server.params, "elastic.flbench.round1")
+    by_unit = Weights(weights.client, np.array([[0.5, 0.5], [0.5, 0.5]]), "tensor")
+    server = run.algorithm.server_update(run.server, run.cohort(updates, by_unit))
+    zeta, mean = np.array([0.625, 0.625, 1]), (updates[0].delta + updates[1].delta).numpy() / 2
+    np.testing.assert_allclose(server.params, START + zeta * mean, rtol=1e-12, err_msg="the clients' weights make zeta")
+
+
+@pytest.mark.parametrize(("when", "at"), [("before", "theta0"), ("after", "theta1")])
+def test_the_published_form_measures_squared_gradients_of_the_loss(when, at):
+    """At theta0 client 1 has gradient [1, -6, -0.75]: squares 37 and 0.5625; two batches with mu = 0.5 leave 3/4 of them."""
+
+    class Twice(Quadratic):
+        def batches(self, batch_size, rng, *, last_batch="auto"):
+            yield from (self.everything(), self.everything())
+
+    algorithm = Elastic(variant="flbench", mu=0.5, when=when)
+    run = Federation(algorithm, Size(), [Twice([1, 2, 0.5], [0, 1, 2], 30)], validation(), training=ONE_EPOCH)
+    updates, _ = run.train()
+    gradient = (
+        np.array([1, -6, -0.75]) if at == "theta0" else np.array([1, 2, 0.5]) * (example("local.theta1") - [0, 1, 2])
+    )
+    assert updates[0].sensitivity == pytest.approx(
+        0.75 * np.array([gradient[0] ** 2 + gradient[1] ** 2, gradient[2] ** 2])
+    )
+    np.testing.assert_allclose(START + updates[0].delta.numpy(), example("local.theta1"), rtol=1e-12)
+
+
+def test_the_official_form_after_training():
+    run = Federation(Elastic(when="after", batches=1), Size(), [WithOneInput([1, 2, 0.5], [0, 1, 2])], validation())
+    updates, _ = run.train()
+    output = float(example("local.theta1").sum())
+    np.testing.assert_allclose(updates[0].sensitivity, 0.05 * 2 * abs(output), rtol=1e-12)
+
+
+class WithOneInput(Quadratic):
+    def everything(self):
+        return Batch(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("variant", ["official", "flbench"])
+def test_without_sensitivity_it_is_fedavg_bit_for_bit(variant):
+    """The inputs of the quadratic clients are 0, so the output energy has no gradient; the loss has one, so T is given as 0."""
+    run = Federation(Elastic(variant=variant), Size(), clients(), validation())
+    fedavg = Federation(FedAvg(), Size(), clients(), validation())
+    for _ in range(3):
+        updates, _ = run.train()
+        if variant == "flbench":
+            updates = {k: replace(update, sensitivity=(0.0, 0.0)) for k, update in updates.items()}
+        assert not np.any([np.asarray(update.sensitivity) for update in updates.values()])
+        weights = Size().weights([run.report(k, updates[k]) for k in (0, 1)], None, LAYOUT)
+        run.server = run.algorithm.server_update(run.server, run.cohort(updates, weights))
+        assert run.params.tobytes() == fedavg.round().tobytes()
+
+
+def test_two_clients_alike_take_a_full_step_where_the_maximum_is_taken_over_clients_a_half_step():
+    same = [WithInputs([1, 2, 0.5], [0, 1, 2], 30) for _ in range(2)]
+    updates, _ = Federation(Elastic(), Size(), same, validation()).train()
+    assert torch.equal(updates[0].sensitivity, updates[1].sensitivity)
+    zeta = elasticity(updates[0].sensitivity, 0.5, LAYOUT)
+    assert zeta.max() > 0.5, "not tau everywhere"
+    half = tensor_elasticity(np.array([[4.0, 1.0], [4.0, 1.0]]), np.array([0.5, 0.5]), 0.5)
+    assert half.tolist() == [0.5, 0.5], "as published"
+
+
+@pytest.mark.parametrize("variant", ["official", "flbench"])
+def test_a_client_between_two_visits_leaves_no_trace(images, variant):
+    """On one bound model: no gradient and no average of another client is in it, and BatchNorm's statistics stay."""
+    network = nn.Sequential(nn.AvgPool2d(7), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 10))
+    objective = ModelObjective(network, images)
+    algorithm, buffers = Elastic(variant=variant), objective.buffers.floats.clone()
+    first, other, again = (
+        algorithm.sensitivity(objective.on(images.take(part)), LocalTraining(batch_size=8), np.random.default_rng(3))
+        for part in (np.arange(20), np.arange(20, 40), np.arange(20))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(objective.buffers.floats, buffers)
 
 
 def test_edges():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, example, validation
+from quadratic import LAYOUT, TRAINING, Federation, Quadratic, assert_example, clients, example, validation
 from raysim.algorithms.feddyn import FedDyn
 from raysim.state import ClientUpdate
+from raysim.weighting import WEIGHTINGS
 from raysim.weighting.base import Weights
 from raysim.weighting.fedvg import FedVG
 from raysim.weighting.uniform import Uniform
@@ -16,7 +19,8 @@ PLAIN = FedDyn(alpha=0.1, alpha_scaling="none")
 
 
 def federation(algorithm=PLAIN, weighting=None, **others) -> Federation:
-    return Federation(algorithm, weighting or Uniform(), clients(), validation(), **others)
+    """With the weighting of the method's paper, uniform, though the clients have 30 and 10 examples."""
+    return Federation(algorithm, weighting or WEIGHTINGS[FedDyn.default_weighting](), clients(), validation(), **others)
 
 
 def test_two_rounds():
@@ -75,6 +79,42 @@ def test_alpha_is_scaled_by_size():
         w = theta - 0.1 * c.a * (theta - c.b)
         w = w - 0.1 * (c.a * (w - c.b) + alpha * (w - theta))
         np.testing.assert_allclose(updates[k].delta, w - theta, rtol=1e-12)
+
+
+def test_the_clip_bounds_loss_and_linear_term_before_the_rest_is_added():
+    """Gradient g = [1, -6, -0.75] at theta = [1, -2, 0.5]; g - 0.1 theta is scaled to norm 2, then 0.1 w is added."""
+    algorithm = FedDyn(alpha=0.1, alpha_scaling="none", clip=2.0)
+    run = federation(algorithm, training=replace(TRAINING, local_epochs=1))
+    updates, _ = run.train()
+    theta, linear = np.array([1, -2, 0.5]), np.array([0.9, -5.8, -0.8])
+    step = 2 * linear / np.sqrt((linear**2).sum()) + 0.1 * theta
+    np.testing.assert_allclose(updates[0].delta, -0.1 * step, rtol=1e-12)
+
+
+def test_a_clip_that_is_never_reached_changes_nothing():
+    free, clipped = federation(), federation(replace(PLAIN, clip=100.0))
+    for _ in range(2):
+        np.testing.assert_allclose(clipped.round(), free.round(), rtol=1e-12)
+
+
+def test_the_clip_is_at_ease_with_a_gradient_of_zero():
+    run = Federation(
+        replace(PLAIN, clip=1.0), Uniform(), [Quadratic([1, 1, 1], [0, 0, 0])], validation(), start=(0, 0, 0.0)
+    )
+    assert run.round().tolist() == [0, 0, 0]
+
+
+def test_the_active_average_is_the_weighted_mean_of_the_models():
+    run = federation(replace(PLAIN, eval_model="active_average"), FedVG())
+    assert torch.equal(run.algorithm.evaluated(run.server), run.server.params)
+    for _ in range(2):
+        start = run.server.params
+        updates, _ = run.train()
+        run.round()
+        mean = sum(w * (start + updates[k].delta) for k, w in enumerate(run.weights.client))
+        np.testing.assert_allclose(run.algorithm.evaluated(run.server), mean, rtol=1e-12)
+        assert not np.allclose(run.params, mean, rtol=1e-3)
+        assert torch.equal(PLAIN.evaluated(run.server), run.server.params)
 
 
 def test_it_reaches_the_optimum():

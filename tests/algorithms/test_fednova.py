@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, validation
 from raysim.algorithms.fedavg import FedAvg
-from raysim.algorithms.fednova import FedNova, local_work
+from raysim.algorithms.fednova import FedNova, NovaUpdate, local_work
 from raysim.local import LocalTraining, OptimizerSettings
+from raysim.state import ServerState
+from raysim.weighting.base import Weights
 from raysim.weighting.fedvg import FedVG
 from raysim.weighting.size import Size
+from raysim.weighting.uniform import Uniform
 
 
 def uneven(algorithm, weighting):
@@ -54,6 +58,35 @@ def test_equal_work_is_fedavg(momentum):
         np.testing.assert_allclose(nova.round(), avg.round(), rtol=1e-12)
 
 
-def test_what_has_no_closed_form_is_refused():
+def test_two_rounds_of_server_momentum_by_hand():
+    """Weights 1/2; 1 and 3 steps; deltas 1 and 3: tau_eff 2, D = 2 (1/2 + 1/2) = 2. Doubled deltas: D = 4, v = 2/2 + 4 = 5."""
+    algorithm = FedNova(server_momentum=0.5)
+    run = Federation(algorithm, Uniform(), clients(), validation(), start=(0.0, 0.0, 0.0))
+    for delta, end in ((1.0, 2.0), (2.0, 7.0)):
+        updates = {
+            k: NovaUpdate(torch.full((3,), delta * work, dtype=torch.float64), 1, work, 0.0, float(work))
+            for k, work in enumerate((1, 3))
+        }
+        run.server = algorithm.server_update(run.server, run.cohort(updates, Weights(np.array([0.5, 0.5]))))
+        np.testing.assert_allclose(run.params, end, rtol=1e-12)
+    assert run.server.velocity.tolist() == [5, 5, 5]
+
+
+def test_without_server_momentum_the_server_keeps_the_model_only():
+    run = Federation(FedNova(), Size(), clients(), validation())
+    run.round()
+    assert type(run.server) is ServerState
+
+
+@pytest.mark.parametrize(
+    ("mu", "optimizer"),
+    [
+        (0.1, OptimizerSettings(momentum=0.9)),
+        (0.0, OptimizerSettings(weight_decay=0.1)),
+        (0.0, OptimizerSettings("adam")),
+        (0.0, OptimizerSettings("adamw")),
+    ],
+)
+def test_what_has_no_closed_form_is_refused(mu, optimizer):
     with pytest.raises(ValueError, match="fednova needs"):
-        FedNova(mu=0.1).check(LocalTraining(optimizer=OptimizerSettings(momentum=0.9)))
+        FedNova(mu=mu).check(LocalTraining(optimizer=optimizer))

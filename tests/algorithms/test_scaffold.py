@@ -30,6 +30,14 @@ def test_two_rounds():
     assert not np.allclose(run.params, example("scaffold.fork_bug_ci_not_stored.round2.x"))
 
 
+def test_without_client_state_it_is_the_published_behaviour():
+    run = federation(Scaffold(stateless=True))
+    run.round()
+    assert_example(run.server.control, "scaffold.round1.c")
+    assert_example(run.round(), "scaffold.fork_bug_ci_not_stored.round2.x")
+    assert all(not run.states[k].control.any() for k in (0, 1))
+
+
 def test_the_server_control_moves_by_the_share_of_all_clients():
     run = federation(num_clients=4)
     run.round()
@@ -94,6 +102,27 @@ def test_uneven_steps_each_divide_by_their_own():
     np.testing.assert_allclose(state.control, -update.delta / (5 * 0.1), rtol=1e-12)
 
 
+def test_two_clients_with_uneven_steps_in_one_round():
+    """Both control variates are mean gradients over the client's own steps, 2 and 6."""
+
+    class Thrice(Quadratic):
+        def batches(self, batch_size, rng, *, last_batch="auto"):
+            yield from (self.everything() for _ in range(3))
+
+    a, b = clients()[1].a.tolist(), clients()[1].b.tolist()
+    run = Federation(Scaffold(), Uniform(), [clients()[0], Thrice(a, b, 10)], validation())
+    for _ in range(2):
+        before, server = dict(run.states), run.server
+        run.round()
+        for k, steps in ((0, 2), (1, 6)):
+            y, total, objective = server.params, 0, clients()[k]
+            c_k = before[k].control if before else 0
+            for _ in range(steps):
+                gradient = objective.a * (y - objective.b)
+                y, total = y - 0.1 * (gradient + server.control - c_k), total + gradient
+            np.testing.assert_allclose(run.states[k].control, total / steps, rtol=1e-12)
+
+
 def test_option_one_is_the_gradient_at_x():
     run = federation(Scaffold(option="I"))
     x = run.server.params.clone()
@@ -112,10 +141,19 @@ def test_it_reaches_the_optimum_that_fedavg_misses():
     assert np.abs(fedavg.params - optimum).max() > 0.01
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerSettings(momentum=0.9), OptimizerSettings(weight_decay=1e-4)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerSettings(momentum=0.9),
+        OptimizerSettings(weight_decay=1e-4),
+        OptimizerSettings("adam"),
+        OptimizerSettings("adamw"),
+    ],
+)
 def test_other_optimizers_are_refused(optimizer):
     with pytest.raises(ValueError, match="scaffold needs"):
         Scaffold().check(LocalTraining(optimizer=optimizer))
+    Scaffold(option="I").check(LocalTraining(optimizer=optimizer))
 
 
 def test_a_client_that_took_no_step_keeps_its_control():

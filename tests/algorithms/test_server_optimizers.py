@@ -53,8 +53,9 @@ def test_momentum_by_hand(nesterov, first, second):
     assert steps[1][1] == pytest.approx(second, rel=1e-12)
 
 
-def test_without_momentum_it_is_fedavg_bit_for_bit():
-    momentum, plain = federation(FedAvgM(momentum=0.0)), federation(FedAvg())
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_momentum_it_is_fedavg_bit_for_bit(nesterov):
+    momentum, plain = federation(FedAvgM(momentum=0.0, nesterov=nesterov)), federation(FedAvg())
     for _ in range(3):
         assert momentum.round().tobytes() == plain.round().tobytes()
 
@@ -78,6 +79,16 @@ def test_bias_correction_is_that_of_adam():
         params.grad = -run.cohort(updates, Weights(np.array([0.75, 0.25]))).mean_delta()
         adam.step()
         np.testing.assert_allclose(run.round(), params.detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_momentum_the_model_moves_by_the_delta(nesterov):
+    """All deltas +1: +1, not -1."""
+    algorithm = FedAvgM(momentum=0.0, nesterov=nesterov)
+    run = federation(algorithm)
+    updates = {k: ClientUpdate(torch.ones(3, dtype=torch.float64), 1, 1, 0.0) for k in (0, 1)}
+    server = algorithm.server_update(run.server, run.cohort(updates, Weights(np.array([0.5, 0.5]))))
+    assert torch.equal(server.params, run.server.params + 1)
 
 
 def test_every_delta_up_moves_the_model_up():

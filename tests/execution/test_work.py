@@ -9,8 +9,8 @@ from raysim.algorithms.base import Coefficients
 from raysim.errors import ConfigError
 from raysim.execution.faults import Fault
 from raysim.execution.settings import gpu_share
-from raysim.execution.work import sum_updates
-from raysim.vector import Unit
+from raysim.execution.work import _first_nonfinite, sum_updates
+from raysim.vector import Unit, VectorLayout
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40, unique=True), st.integers(0, 2**31))
@@ -59,6 +59,13 @@ def test_unit_coefficients_and_several_fields_in_one_pass():
     )
     assert sums["x"].tolist() == [1, 10, 3]
     assert sums["y"].tolist() == [15]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [((1.0, 2.0), None), ((1.0, np.nan), "sensitivity"), ((np.inf,), "sensitivity"), ((), None)]
+)
+def test_a_tuple_of_numbers_is_checked_too(values, found):
+    assert _first_nonfinite({}, {}, {"loss": 1.0, "sensitivity": values}, VectorLayout((), ())) == found
 
 
 @pytest.mark.parametrize(
