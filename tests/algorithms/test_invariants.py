@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quadratic import LAYOUT, START, Federation, Quadratic, server_of, validation
+from quadratic import LAYOUT, START, Federation, Quadratic, clients, server_of, validation
 from raysim.algorithms import ALGORITHMS
 from raysim.algorithms.elastic import Elastic
 from raysim.algorithms.feddyn import FedDyn
@@ -22,7 +22,7 @@ from raysim.execution.serial import SerialExecutor
 from raysim.preparation import prepare
 from raysim.recording.progress import Silent
 from raysim.simulation import run_round
-from raysim.state import Population, RoundState
+from raysim.state import Population, RoundState, record_checksum
 from raysim.weighting import WEIGHTINGS
 from raysim.weighting.uniform import Uniform
 from runs import QUICKSTART, settings
@@ -53,6 +53,22 @@ def five(algorithm, weighting=None) -> Federation:
 
 def mean_over_all(run: Federation, field: str) -> torch.Tensor:
     return sum((getattr(state, field) for state in run.states.values()), torch.zeros(3, dtype=torch.float64)) / 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", METHODS, ids=title)
+def test_every_variant_is_pure_and_keeps_the_type(method, dtype):
+    objectives = [Quadratic(c.a.tolist(), c.b.tolist(), c.num_examples, dtype) for c in clients()]
+    run = Federation(method, Uniform(), objectives, validation())
+    for _ in range(2):
+        before = record_checksum(run.server)
+        updates, _ = run.train()
+        again, _ = run.train()
+        assert record_checksum(run.server) == before
+        assert all(record_checksum(updates[k]) == record_checksum(again[k]) for k in updates)
+        run.round()
+        assert run.server.params.dtype == method.evaluated(run.server).dtype == dtype
+        assert np.isfinite(run.params).all()
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
