@@ -70,3 +70,21 @@ def images() -> ImageSet:
     """40 random grey images of 10 classes, each class four times."""
     rng = np.random.default_rng(0)
     return ImageSet(rng.integers(0, 256, (40, 1, 28, 28), dtype=np.uint8), np.repeat(np.arange(10), 4))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--reference-table",
+        action="store_true",
+        help="print each reference number, the test that meets it and how well",
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--reference-table"):
+        from quadratic import EXAMPLES, MET
+
+        terminalreporter.section("reference numbers")
+        for key in EXAMPLES:
+            test, difference = MET.get(key, ("-", float("nan")))
+            terminalreporter.write_line(f"{key:70s} {difference:8.1e}  {test}")

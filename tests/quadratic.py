@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -165,9 +166,19 @@ def example(key: str) -> np.ndarray:
     return np.array(EXAMPLES[key])
 
 
+MET: dict[str, tuple[str, float]] = {}
+"""Reference key -> the test that met it and the largest relative difference; printed by `pytest --reference-table`."""
+
+
 def assert_example(actual: Any, key: str) -> None:
     """The reference number, to rounding in float64."""
-    np.testing.assert_allclose(np.asarray(actual), example(key), rtol=1e-12, atol=1e-15, err_msg=key)
+    found, wanted = np.asarray(actual), example(key)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-15, err_msg=key)
+    difference = float(np.max(np.abs(found - wanted) / np.where(wanted == 0, 1.0, np.abs(wanted))))
+    test = os.environ["PYTEST_CURRENT_TEST"].partition("::")
+    MET[key] = max(
+        MET.get(key, ("", -1.0)), (f"{Path(test[0]).name}::{test[2].split()[0]}", difference), key=lambda m: m[1]
+    )
 
 
 def server_of(params: Sequence[float]) -> ServerState:

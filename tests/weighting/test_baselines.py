@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quadratic import EXAMPLES, LAYOUT, START, assert_example, validation
+from quadratic import EXAMPLES, LAYOUT, START, Federation, assert_example, clients, validation
+from raysim.algorithms.fedavg import FedAvg
 from raysim.vector import VectorLayout
 from raysim.weighting.accuracy import Accuracy
 from raysim.weighting.base import Probe, Report, Scored
@@ -115,6 +116,10 @@ class TestMix:
 
     def test_averaged_with_size(self):
         assert_example(self.weights(Mix()).client, "fedvg+fedavg(mean of s and p).weights")
+
+    def test_a_round_of_the_averaged_variant(self):
+        run = Federation(FedAvg(), Mix(), clients(), validation())
+        assert_example(run.round(), "fedvg+fedavg.round1")
 
     def test_averaged_with_accuracy(self):
         assert_example(self.weights(Mix(second=Accuracy())).client, "fedgradacc.weights")
