@@ -180,6 +180,24 @@ def test_files_that_cannot_be_read(tmp_path):
         ("weighting: {name: size, norm: l1}", "weighting.norm: unknown key; valid keys: name"),
         ("weighting: fedvg", 'weighting: should be a section of keys, got "fedvg"'),
         ("weighting: {norm: l1}", "weighting.name: should be "),
+        ("weighting: {name: mix, first: {name: mixx}}", "weighting.first.name: should be size or uniform or fedvg or "),
+        (
+            "weighting: {name: guarded, of: {name: mix, second: {name: fedvg, epss: 1}}}",
+            "weighting.of.second.epss: unknown key; did you mean weighting.of.second.eps?",
+        ),
+        ("weighting: {name: guarded, cap: 0.5}", "weighting.cap: should be greater than or equal to 1, got 0.5"),
+        ("weighting: {name: guarded, of: {name: fedvg, window: 2}}", "weighting.of.window: should be odd, got 2"),
+        ("weighting: {name: mix, share: 1.5}", "weighting.share: should be less than or equal to 1, got 1.5"),
+        ("fusion: {name: fedlow}", 'fusion.name: should be fedlaw or finetune (did you mean fedlaw?), got "fedlow"'),
+        (
+            "fusion: {name: fedlaw, training: {optimizer: {betas: [0, 1]}}}",
+            "fusion.training.optimizer.betas: unknown key; did you mean fusion.training.optimizer.beta2?",
+        ),
+        ("client: {optimizer: {name: adam, momentum: 0.9}}", "client.optimizer.momentum: 0.9 has no effect with adam"),
+        (
+            "client: {optimizer: {schedule: {name: cosine, every: 5}}}",
+            "client.optimizer.schedule.every: 5 has no effect with cosine",
+        ),
         ("client: {optimizer: {lr: [0.1]}}", "client.optimizer.lr: should be a number, got [0.1]"),
         (
             "client: {optimizer: {momentun: 0.9}}",

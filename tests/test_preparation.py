@@ -43,6 +43,26 @@ def rows(images: ImageSet) -> set[bytes]:
     return {image.tobytes() for image in images.images}
 
 
+# ---- training images ----
+
+
+def test_part_of_the_training_images_is_a_stratified_sample_of_the_seed():
+    whole = load_dataset(config().data).train
+    first, again, other = (
+        prepare_data(config(data={"train_images": 500}, seed=seed)).dataset.train for seed in (0, 0, 1)
+    )
+    assert len(first) == 500
+    assert rows(first) <= {image.tobytes() for image in prepare_data(config()).dataset.train.images}
+    assert checksum(first.images) == checksum(again.images) != checksum(other.images)
+    shares = np.bincount(whole.labels) * 500 / len(whole)
+    assert np.abs(np.bincount(first.labels) - shares).max() < 1
+
+
+def test_more_training_images_than_there_are_are_refused():
+    with pytest.raises(ConfigError, match=r"data.train_images: 99999, but digits has \d+ training images"):
+        prepare_data(config(data={"train_images": 99999}))
+
+
 # ---- validation set and partition ----
 
 

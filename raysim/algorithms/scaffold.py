@@ -63,7 +63,6 @@ class Scaffold(Algorithm[ScaffoldServer, ScaffoldClient, ScaffoldUpdate]):
     """
 
     name: Literal["scaffold"] = "scaffold"
-    averages = True
     server_lr: Positive = 1.0
     option: Literal["I", "II"] = "II"
     stateless: bool = False
