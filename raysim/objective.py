@@ -25,7 +25,7 @@ from raysim.state import Buffers
 from raysim.vector import Vector, VectorLayout
 
 LastBatch = Literal["auto", "keep", "drop", "merge"]
-BatchNormMode = Literal["batch", "running"]
+BatchNormMode = Literal["batch", "running", "recalibrate"]
 
 
 class Batch(NamedTuple):
@@ -208,11 +208,11 @@ class ModelObjective:
 
         Args:
             batch_norm: `batch`: BatchNorm normalises by the statistics of the scoring batch; `running`: by the model's own
-                running statistics.
+                running statistics; `recalibrate`: by those that `recalibrate` has put in their place.
         """
         was_training = self.module.training
         self.module.eval()
-        norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        norms = self._tracking_norms()
         try:
             if batch_norm == "batch":
                 for norm in norms:
@@ -223,6 +223,25 @@ class ModelObjective:
             for norm in norms:
                 norm.track_running_stats = True
             self.module.train(was_training)
+
+    @torch.no_grad()
+    def recalibrate(self, batches: Iterable[Batch]) -> None:
+        """Replace the running statistics of the bound model by the means of those of the batches, layer by layer at once."""
+        self.module.eval()
+        norms = self._tracking_norms()
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.training, norm.momentum = True, None  # None: every batch counts the same.
+        try:
+            for batch in batches:
+                self.module(batch.inputs)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.training, norm.momentum = False, momentum
+
+    def _tracking_norms(self) -> list[_BatchNorm]:
+        return [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> torch.Tensor:

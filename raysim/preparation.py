@@ -195,7 +195,7 @@ def _check_batch_norm(config: RunConfig, data: PreparedData) -> None:
         alone = int((sizes % client.batch_size == 1).sum() if client.batch_size else (sizes == 1).sum())
         if alone:
             problems.append(f"client.last_batch: keep leaves {alone} clients with a last batch of one, {why}; use auto")
-    if config.weighting is not None and PASSES[config.weighting.needs] and config.scoring.batch_norm == "batch":
+    if config.weighting is not None and PASSES[config.weighting.needs] and config.scoring.batch_norm != "running":
         if config.scoring.batch_size == 1:
             problems.append(f"scoring.batch_size: 1, {why}")
         if len(data.validation) == 1:

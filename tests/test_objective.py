@@ -195,3 +195,23 @@ def test_binding_other_data_shares_the_model(objective):
     other = objective.on(few)
     assert (other.num_examples, objective.num_examples) == (3, 40)
     assert other.params is objective.params
+
+
+def test_recalibrated_statistics_are_those_of_the_bound_data(objective):
+    """By hand from the first layer's output; with one batch of everything, scores under them are those of batch statistics."""
+    batch = objective.take(np.arange(40))
+    objective.buffers.floats.uniform_(0.5, 1.5)
+    momentum = objective.module.bn1.momentum
+    objective.recalibrate([objective.take(np.arange(20)), objective.take(np.arange(20, 40))])
+    outputs = objective.module.conv1(batch.inputs).detach().transpose(0, 1)
+    halves = outputs[:, :20].flatten(1), outputs[:, 20:].flatten(1)
+    bn1 = objective.module.bn1
+    torch.testing.assert_close(bn1.running_mean, sum(half.mean(dim=1) for half in halves) / 2)
+    torch.testing.assert_close(bn1.running_var, sum(half.var(dim=1) for half in halves) / 2)
+    assert (bn1.momentum, bn1.training) == (momentum, False)
+    assert bn1.running_mean.data_ptr() == objective.buffers.floats.data_ptr(), "still a view of the flat vector"
+    objective.recalibrate([batch])
+    with objective.scoring("recalibrate"):
+        recalibrated = objective.losses(batch).loss
+    with objective.scoring("batch"):
+        assert recalibrated == pytest.approx(objective.losses(batch).loss, rel=1e-3)

@@ -25,7 +25,7 @@ from raysim.objective import Batch, ModelObjective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Probe, Scored, Sums, add_sums
+from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums
 
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
@@ -137,6 +137,7 @@ def probe_client(
         buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
         bound = objective.on(setup.validation)
         bound.load(params, buffers)
+        _recalibrate(setup, bound, setup.weighting.needs)
         with bound.scoring(setup.scoring.batch_norm):
             sums = add_sums(setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
         probe = setup.weighting.finish(sums, Scored(params, server.params, bound.layout, reference))
@@ -148,6 +149,7 @@ def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) 
     with torch_settings(setup, objective.device):
         bound = objective.on(setup.validation)
         bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
+        _recalibrate(setup, bound, setup.weighting.reference_needs)
         with bound.scoring(setup.scoring.batch_norm):
             return setup.weighting.reference(bound, [_batches(bound, shard) for shard in setup.scoring_shards])
 
@@ -238,6 +240,12 @@ def sum_updates(
                     add_scaled(total[part], vector[part], factor)
     close_group()
     return totals
+
+
+def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs) -> None:
+    """Under `scoring.batch_norm: recalibrate`, statistics of the validation set for the model that is about to be scored."""
+    if setup.scoring.batch_norm == "recalibrate" and needs in ("losses", "gradient"):
+        bound.recalibrate(batch for shard in setup.scoring_shards for batch in _batches(bound, shard))
 
 
 def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:

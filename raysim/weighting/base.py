@@ -32,7 +32,8 @@ class ScoringSettings(Section):
 
     Attributes:
         batch_norm: `batch`: BatchNorm uses the statistics of the scoring batch (as published); `running`: the client's
-            running statistics. The two can rank clients in opposite order.
+            running statistics; `recalibrate`: statistics of the whole validation set, computed for each model before it is
+            scored (a third more work). They can rank clients in opposite order.
         batch_size: Validation images per pass. Batches are fixed for the run and class-stratified.
         shards: Fixed parts of whole batches; their gradient sums are added in shard order.
     """

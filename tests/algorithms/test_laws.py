@@ -14,6 +14,11 @@ from raysim.algorithms import ALGORITHMS
 from raysim.state import record_checksum
 from raysim.weighting import WEIGHTINGS
 from raysim.weighting.base import Report, Scored, Weighting
+from raysim.weighting.direction import Direction
+from raysim.weighting.feddisco import FedDisco
+from raysim.weighting.fedvg import FedVG
+from raysim.weighting.guarded import Guarded
+from raysim.weighting.mix import Mix
 
 REFERENCE = {
     "gradient": np.array([-1.0, 2.0, 0.5]),
@@ -106,23 +111,54 @@ def test_the_first_round_stays_where_all_clients_stay(pair):
     np.testing.assert_allclose(run.round(), [2, 3, 4], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+def guarded(**fields) -> Weighting:
+    return Guarded(of=FedVG(**fields), loss_margin=0.1, chance_margin=0.2, cap=1.5, clip=1.0)
+
+
+KINDS: dict[str, Weighting] = {
+    **{name: kind() for name, kind in WEIGHTINGS.items()},
+    **{
+        f"fedvg per {granularity}, {norm}, {smoothing}": FedVG(norm=norm, granularity=granularity, smoothing=smoothing)
+        for granularity in ("tensor", "module", "block")
+        for norm, smoothing in (("l1", "none"), ("l2", "moving_average"), ("spectral", "graph"), ("delta", "none"))
+    },
+    "fedvg with its options": FedVG(norm="l2", relative_eps=0.1, exponent=0.5, scale_free=True, units="model"),
+    "fedvg per tensor with its options": FedVG(
+        norm="l2", granularity="tensor", relative_eps=0.1, exponent=2.0, scale_free=True
+    ),
+    "guarded": guarded(),
+    "guarded per tensor": guarded(granularity="tensor"),
+    "mix per tensor": Mix(first=FedVG(granularity="tensor"), second=guarded(), share=0.3),
+    "guarded mix": Guarded(of=Mix(first=FedVG(granularity="tensor"), second=Direction()), cap=1.1, clip=0.5),
+    "feddisco cosine": FedDisco(discrepancy="cosine"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 2, 7, 33])
-def test_weights_are_a_simplex_and_follow_a_permutation(name, count):
-    weighting = WEIGHTINGS[name]()
+def test_weights_are_a_simplex_and_follow_a_permutation(kind, count):
+    weighting = KINDS[kind]
     reports = reports_of(weighting, count)
     weights = weighting.weights(reports, REFERENCE, LAYOUT)
     assert weights.client.shape == (count,)
-    assert (weights.client >= 0).all()
-    assert weights.client.sum() == pytest.approx(1, abs=1e-12)
+    for array in (weights.client, weights.parameters):
+        assert (array >= 0).all()
+        np.testing.assert_allclose(array.sum(axis=0), 1, atol=1e-12)
+    assert (weights.deltas <= weights.parameters + 1e-15).all(), "guards take, they never give"
     order = np.random.default_rng(1).permutation(count)
     permuted = weighting.weights([reports[i] for i in order], REFERENCE, LAYOUT)
-    np.testing.assert_allclose(permuted.client, weights.client[order], rtol=1e-12)
+    for found, expected in zip(
+        (permuted.client, permuted.parameters, permuted.deltas),
+        (weights.client, weights.parameters, weights.deltas),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, expected[order], rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
-def test_equal_reports_give_equal_weights(name, scale):
-    weighting = WEIGHTINGS[name]()
+def test_equal_reports_give_equal_weights(kind, scale):
+    weighting = KINDS[kind]
     weights = weighting.weights(reports_of(weighting, 4, scale), REFERENCE, LAYOUT)
     np.testing.assert_allclose(weights.client, 0.25, rtol=1e-12)
+    np.testing.assert_allclose(weights.parameters, 0.25, rtol=1e-12)
