@@ -31,6 +31,10 @@ class Coefficients:
     values: np.ndarray
     units: tuple[Unit, ...] = ()
 
+    def rows(self, members: Sequence[int]) -> Coefficients:
+        """The factors of some of the clients."""
+        return Coefficients(self.values[list(members)], self.units)
+
 
 Summation = Callable[[Mapping[str, Coefficients]], dict[str, np.ndarray]]
 """Given coefficients per update field, the float64 sums over the cohort: what an executor provides."""

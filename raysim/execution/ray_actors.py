@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from raysim.cohort import Coefficients
 from raysim.evaluation import ShardPredictions
 from raysim.execution.base import Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
-from raysim.execution.work import build_objective, evaluate_shard, fuse_models, probe_client, reference_at, train_client
+from raysim.execution.work import (
+    add_groups,
+    build_objective,
+    evaluate_shard,
+    fuse_models,
+    probe_client,
+    reference_at,
+    sum_group,
+    train_client,
+)
 from raysim.state import Arrays
 from raysim.weighting.base import Probe, Sums
 
@@ -52,6 +63,15 @@ class WorkActor:
         return probe_client(
             self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
         )
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def sum(self, coefficients: Mapping[str, Coefficients], *updates: Arrays) -> tuple[Arrays, int]:
+        """Two objects: the sums of a group stay on this node, the number of its members travels inline."""
+        return sum_group(updates, coefficients), len(updates)
+
+    def add(self, *groups: Arrays) -> Arrays:
+        """The sums of all groups."""
+        return add_groups(groups)
 
     def reference(self, broadcast: Broadcast) -> Sums | None:
         """What the weighting needs of the global model."""

@@ -35,7 +35,7 @@ class RayBackend:
         self._group = group
         self._run_id = uuid.uuid4().hex[:8]
         self._actors: dict[str, Any] = {}
-        self._vectors: dict[str, tuple[Any, Any]] = {}
+        self._vectors: dict[str, tuple[Any, ...]] = {}
         self._slots: dict[Ref, str] = {}
 
     def start(self, slot: str, generation: int) -> Ref:
@@ -62,19 +62,24 @@ class RayBackend:
         return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:
-        """Run a unit; of a training unit only the report is waited for."""
+        """Run a unit; of training and of a group's sum only the short report is waited for, vectors stay where they are."""
         actor = self._actors[slot]
         if unit.kind == "train":
             item, broadcast, state = unit.payload
-            arrays, new_state, report = actor.train.remote(item, unit.attempt, broadcast, state)
-            self._vectors[slot] = (arrays, new_state)
-            ref: Ref = report
-            self._slots[ref] = slot
+            *vectors, report = actor.train.remote(item, unit.attempt, broadcast, state)
+            ref: Ref = self._keep(slot, vectors, report)
+        elif unit.kind == "sum":
+            *vectors, report = actor.sum.remote(*unit.payload)
+            ref = self._keep(slot, vectors, report)
         elif unit.kind == "score":
             ref = actor.score.remote(unit.key, unit.attempt, *unit.payload)
         else:
             ref = getattr(actor, unit.kind).remote(*unit.payload)
         return ref
+
+    def _keep(self, slot: str, vectors: Sequence[Any], report: Ref) -> Ref:
+        self._vectors[slot], self._slots[report] = tuple(vectors), slot
+        return report
 
     def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
         """All that are ready, after at least one is or the time is over; nothing is fetched to the driver."""
@@ -86,7 +91,7 @@ class RayBackend:
         return list(ready)
 
     def result(self, ref: Ref) -> Any:
-        """The value; for training the report with the references of update and state."""
+        """The value; for training and for sums the report with the references of the vectors."""
         vectors = self._vectors.pop(self._slots.pop(ref, ""), None)
         try:
             with signals_heard():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,7 @@ from raysim.execution.ray_pool import (
     wait_until_started,
 )
 from raysim.execution.settings import ExecutionSettings
-from raysim.execution.work import sum_updates
+from raysim.execution.work import add_groups, groups_of, sum_updates
 from raysim.state import Arrays, Buffers, ServerState
 from raysim.vector import Vector
 from raysim.weighting.base import Sums
@@ -64,6 +65,7 @@ class RayExecutor:
     def __init__(self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info) -> None:
         self._setup = setup
         self._settings = settings
+        self._demand = demand
         self._connection: Connection = connect(settings)
         self._group: PlacementGroup | None = None
         self._units: dict[int, Unit] = {}
@@ -98,7 +100,7 @@ class RayExecutor:
         assert self._backend is not None
         if settings != self._settings or make_plan(settings, cluster_nodes(), demand) != self.plan:
             return False
-        self._setup, self._units = setup, {}
+        self._setup, self._demand, self._units = setup, demand, {}
         self._backend.setup_ref = ray.put(setup)
         pools = [self._scorers, self._clients]
         for pool in pools:
@@ -140,8 +142,52 @@ class RayExecutor:
         return run.run(items, self._backend)
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
-        """float64 sums on the driver, one update in memory at a time."""
+        """float64 sums: on the driver, one update in memory at a time, or in groups on the scorers."""
+        size = len(outcomes) * self._demand.model_bytes / 2**20
+        here = ray.get_runtime_context().get_node_id()
+        away = any(outcome.actor is None or outcome.actor.node != here for outcome in outcomes)
+        if away or size > self._settings.sum_on_driver_mb:
+            return self._sums_on_scorers(outcomes, coefficients)
         return sum_updates([o.position for o in outcomes], lambda i: self._update(outcomes[i]), coefficients)
+
+    def _sums_on_scorers(
+        self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]
+    ) -> dict[str, np.ndarray]:
+        """Each group is summed on the node where most of it lies, then the groups are added on one node."""
+        groups = groups_of([outcome.position for outcome in outcomes])
+        for _ in range(self._settings.retries + 1):
+            units = []
+            for key, members in enumerate(groups):
+                inputs = [outcomes[i] for i in members]
+                rows = {name: factors.rows(members) for name, factors in coefficients.items()}
+                nodes = Counter(outcome.actor.node for outcome in inputs if outcome.actor is not None)
+                payload = (rows, *(outcome.update for outcome in inputs))
+                units.append(Unit("sum", key, f"group {key}", payload, near=max(nodes, key=nodes.__getitem__)))
+            try:
+                partials = [done.value[1] for done in self._on_scorers(units)]
+                if len(partials) == 1:
+                    return add_groups([self.fetch(partials[0])])
+                (added,) = self._on_scorers([Unit("add", 0, "sum of all groups", tuple(partials))])
+                return add_groups([added.value])
+            except (InputLost, ObjectLostError) as lost:
+                logger.warning("sums: something was lost with its node and is made again: %s", lost)
+                for outcome in outcomes:
+                    self._update(outcome)
+        raise RunError(f"the sums of a round were lost {self._settings.retries + 1} times")
+
+    def _on_scorers(self, units: Sequence[Unit]) -> list[Done]:
+        """Run units on the scorers; in the order of `units`."""
+        assert self._backend is not None
+        limit, found = self._settings.unit_timeout_s, dict[int, Done]()
+        for unit in units:
+            self._scorers.put(replace(unit, timeout_s=limit, again_when_late=True))
+        run_until_done([self._scorers], self._backend, lambda done: found.update({done.unit.key: done}))
+        for done in found.values():
+            if isinstance(done.error, InputLost):
+                raise done.error
+            if done.error is not None:
+                raise RunError(f"{done.unit.label}: {done.unit.kind} failed: {done.error}") from done.error
+        return [found[unit.key] for unit in units]
 
     def _update(self, outcome: Outcome) -> Arrays:
         """A client's update; if it is gone with its node, the client trains again, drawing the same numbers."""
@@ -174,40 +220,28 @@ class RayExecutor:
         """The fusion on a scorer; if an update is gone with its node, its client trains again."""
         assert self._backend is not None
         head = ray.put(broadcast), ray.put(merged), ray.put(buffers), ray.put(weights)
+        label = f"round {broadcast.round_num}"
         for _ in range(self._settings.retries + 1):
-            done: list[Done] = []
             payload = (*head, *(outcome.update for outcome in outcomes))
-            label, limit = f"round {broadcast.round_num}", self._settings.unit_timeout_s
-            self._scorers.put(Unit("fuse", -1, label, payload, timeout_s=limit, again_when_late=True))
-            run_until_done([self._scorers], self._backend, done.append)
-            if done[0].error is None:
-                fused: FusedModel = done[0].value
+            try:
+                (done,) = self._on_scorers([Unit("fuse", 0, label, payload)])
+            except InputLost as lost:
+                logger.warning("%s: something was lost with its node and is made again: %s", label, lost)
+                for outcome in outcomes:
+                    self._update(outcome)
+            else:
+                fused: FusedModel = done.value
                 return fused
-            if not isinstance(done[0].error, InputLost):
-                break
-            for outcome in outcomes:
-                self._update(outcome)
-        raise RunError(f"{label}: the fusion failed: {done[0].error}")
+        raise RunError(f"{label}: the inputs of the fusion were lost {self._settings.retries + 1} times")
 
     def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
         """Metrics on the test set, its shards spread over the scorers."""
         assert self._backend is not None
         setup = self._setup
         packed = ray.put(Packed.of(ServerState(params))), ray.put(Packed.of(buffers))
-        found: dict[int, Any] = {}
-
-        def handle(done: Done) -> None:
-            if done.error is not None:
-                raise RunError(f"evaluation of the global model failed: {done.error}") from done.error
-            found[done.unit.key] = done.value
-
-        for shard in range(len(setup.evaluation_shards)):
-            limit = self._settings.unit_timeout_s
-            self._scorers.put(
-                Unit("evaluate", shard, f"test shard {shard}", (*packed, shard), timeout_s=limit, again_when_late=True)
-            )
-        run_until_done([self._scorers], self._backend, handle)
-        shards = [found[shard] for shard in range(len(found))]
+        count = len(setup.evaluation_shards)
+        units = [Unit("evaluate", i, f"test shard {i}", (*packed, i)) for i in range(count)]
+        shards = [done.value for done in self._on_scorers(units)]
         return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
 
     def fetch(self, handle: Any) -> Any:
@@ -323,6 +357,7 @@ class _CohortRun:
         if outcome.status == "ok" and self._setup.weighting.needs_probe:
             self._ready[outcome.client_id] = time.monotonic()
             unit = self._scoring_unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
+            unit = replace(unit, near=done.place.node if done.place else None)
             if self._wants_reference and self._reference_ref is None:
                 self._waiting.append(unit)
             else:

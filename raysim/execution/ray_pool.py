@@ -44,6 +44,7 @@ class Unit:
         cost: Expected work; larger is handed out first. Equal costs go first in, first out.
         timeout_s: Longest time it may run.
         home: Slot whose actor has to run it; None: any.
+        near: Node that holds its largest inputs: an actor there takes it before others, None: no matter.
         again_when_late: A unit that runs over its time is run again elsewhere instead of ending with the time-out.
         attempt: 1 the first time.
     """
@@ -55,6 +56,7 @@ class Unit:
     cost: float = 0.0
     timeout_s: float | None = None
     home: str | None = None
+    near: str | None = None
     again_when_late: bool = False
     attempt: int = 1
 
@@ -166,7 +168,11 @@ class Pool:
         self._queue.append(unit if unit.home in self._slots else replace(unit, home=None))
 
     def dispatch(self) -> None:
-        """Hand units to idle actors: each takes the largest that it may run, among equals the one that waits longest."""
+        """Hand units to idle actors.
+
+        Each takes one whose inputs are on its node, if there is any, else any that it may run; among those the largest, among
+        equals the one that waits longest.
+        """
         for slot in self._slots.values():
             if slot.ref is None and (unit := self._pick(slot)) is not None:
                 self._queue.remove(unit)
@@ -176,7 +182,7 @@ class Pool:
 
     def _pick(self, slot: _Slot) -> Unit | None:
         mine = (unit for unit in self._queue if unit.home in (None, slot.name))
-        return max(mine, key=lambda unit: unit.cost, default=None)
+        return max(mine, key=lambda unit: (unit.near == slot.node, unit.cost), default=None)
 
     def collect(self, ref: Ref) -> Done | None:
         """Take what came back on a ready reference; None if no unit ended by it."""

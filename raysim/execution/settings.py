@@ -64,6 +64,8 @@ class ExecutionSettings(Section):
         client: Resources of a client actor.
         scorer: Resources of a scorer actor.
         retries: How often a unit of work is run again after its actor died.
+        sum_on_driver_mb: Updates of a round, all together, that the driver adds up itself, if they are on its node. More, or
+            on other nodes: scorers add groups of them where they lie, and the driver gets one vector. The bits are the same.
         min_clients: A round with fewer usable updates, and clients that failed, ends the run.
         on_nonfinite: `exclude` a client whose update or score is not finite, or `abort` the run.
         resource_timeout_s: Longest wait for resources that exist but are taken.
@@ -81,6 +83,7 @@ class ExecutionSettings(Section):
     client: ActorSettings = field(default_factory=ActorSettings)
     scorer: ActorSettings = field(default_factory=ActorSettings)
     retries: NonNegativeInt = 2
+    sum_on_driver_mb: NonNegative = 1024.0
     min_clients: Count = 1
     on_nonfinite: Literal["exclude", "abort"] = "exclude"
     resource_timeout_s: Positive = 30.0

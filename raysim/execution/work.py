@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -212,33 +212,46 @@ def sum_updates(
         load: Gives the vectors of the i-th update; one update is in memory at a time.
         coefficients: Update field -> factors over the updates.
     """
-    totals: dict[str, np.ndarray] = {}
-    group: dict[str, np.ndarray] = {}
+    return add_groups(
+        sum_group(map(load, members), {name: c.rows(members) for name, c in coefficients.items()})
+        for members in groups_of(positions)
+    )
 
-    def close_group() -> None:
-        for name, partial in group.items():
-            if name in totals:
-                totals[name] += partial
-            else:
-                totals[name] = partial
-        group.clear()
 
+def groups_of(positions: Sequence[int]) -> list[list[int]]:
+    """The updates that are summed together, as indices into `positions`, in order."""
+    groups: dict[int, list[int]] = {}
     for i, position in enumerate(positions):
-        if i and position // GROUP != positions[i - 1] // GROUP:
-            close_group()
-        arrays = load(i)
+        groups.setdefault(position // GROUP, []).append(i)
+    return list(groups.values())
+
+
+def sum_group(updates: Iterable[Arrays], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+    """The sums over one group, from its updates in order and the coefficients of these."""
+    totals: dict[str, np.ndarray] = {}
+    for i, arrays in enumerate(updates):
         for name, factors in coefficients.items():
             vector = arrays[name]
-            if name not in group:
-                group[name] = np.zeros(vector.shape, dtype=np.float64)
-            total = group[name]
+            if name not in totals:
+                totals[name] = np.zeros(vector.shape, dtype=np.float64)
             if factors.values.ndim == 1:
-                add_scaled(total, vector, factors.values[i])
+                add_scaled(totals[name], vector, factors.values[i])
                 continue
             for unit, factor in zip(factors.units, factors.values[i], strict=True):
                 for part in unit.slices:
-                    add_scaled(total[part], vector[part], factor)
-    close_group()
+                    add_scaled(totals[name][part], vector[part], factor)
+    return totals
+
+
+def add_groups(groups: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The sums of groups, added in their order."""
+    totals: dict[str, np.ndarray] = {}
+    for sums in groups:
+        for name, partial in sums.items():
+            if name not in totals:
+                totals[name] = partial if partial.flags.writeable else partial.copy()
+            else:
+                totals[name] += partial
     return totals
 
 

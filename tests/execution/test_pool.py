@@ -32,6 +32,7 @@ class FakeBackend:
         self.hanging: set[int] = set()
         self.pids = 100
         self.bad_starts: dict[str, int] = {}
+        self.nodes: dict[str, str] = {}
 
     def clock(self) -> float:
         return self.now
@@ -43,6 +44,10 @@ class FakeBackend:
 
     def start(self, slot: str, generation: int) -> int:
         self.log.append(("start", slot, generation))
+        return self._ref("start", slot)
+
+    def adopt(self, slot: str) -> int:
+        self.log.append(("adopt", slot))
         return self._ref("start", slot)
 
     def submit(self, slot: str, unit: Unit) -> int:
@@ -60,7 +65,7 @@ class FakeBackend:
                 self.bad_starts[slot] -= 1
                 raise ActorLost("no memory")
             self.pids += 1
-            return self.pids, "node"
+            return self.pids, self.nodes.get(slot, "node")
         value = self.script(slot, rest[0])
         if isinstance(value, Exception):
             raise value
@@ -107,6 +112,25 @@ def test_equal_units_go_first_in_first_out():
     backend = FakeBackend()
     run(started(backend, 1), backend, units(1, 1, 1))
     assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [0, 1, 2]
+
+
+def test_an_actor_takes_what_lies_on_its_node_before_anything_larger_and_nobody_idles():
+    backend = FakeBackend()
+    backend.nodes = {"client-0": "a", "client-1": "b"}
+    near = [Unit("score", key, cost=key, near=node) for key, node in enumerate("abbbb")]
+    run(started(backend), backend, near)
+    taken = [entry[1:4:2] for entry in backend.log if entry[0] == "submit"]
+    assert taken == [("client-0", 0), ("client-1", 4), ("client-0", 3), ("client-1", 2), ("client-0", 1)]
+
+
+def test_actors_that_die_while_they_take_over_another_run_are_replaced():
+    backend = FakeBackend()
+    pool = started(backend)
+    pool.adopt()
+    backend.bad_starts = {"client-1": 1}
+    wait_until_started([pool], backend)
+    assert ("start", "client-1", 2) in backend.log
+    assert len(run(pool, backend, units(1, 2, 3))) == 3
 
 
 def test_a_unit_of_a_dead_actor_is_run_again_by_whoever_is_free():

@@ -21,6 +21,12 @@ METHODS = {
         "weighting={name: guarded, of: {name: direction}, loss_margin: 0.5, cap: 1.5, clip: 1}"
     ],
     "smoothed spectral": ["weighting={name: fedvg, norm: spectral, granularity: module, smoothing: graph}"],
+    "sums in two groups on the scorers": [
+        "client.per_round=20",
+        "execution.sum_on_driver_mb=0",
+        "weighting={name: fedvg, granularity: tensor}",
+        "algorithm.name=scaffold",
+    ],
     "recalibrated statistics": ["scoring.batch_norm=recalibrate"],
     **{name: [f"fusion={{name: {name}, training: {{local_epochs: 2}}}}"] for name in FUSIONS},
     "adam with a schedule": ["client.optimizer={name: adam, schedule: {name: cosine}}"],
