@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 
 from raysim.algorithms import ALGORITHMS
-from raysim.algorithms.base import AnyAlgorithm
+from raysim.algorithms.base import Algorithm, AnyAlgorithm
 from raysim.configfile import KeyPath, apply_overrides, read_yaml
 from raysim.data import SOURCES
 from raysim.data.arrays import DataSettings
@@ -137,8 +137,13 @@ class RunConfig(Section):
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
         self.algorithm.check(self.client)
+        assert self.weighting is not None
+        if self.weighting.clips and type(self.algorithm).init_client is not Algorithm.init_client:
+            raise ValueError(
+                f"weighting: clip shortens updates in the weighted mean only; {self.algorithm.name} keeps sums of whole ones too"
+            )
         if self.fusion is not None:
-            self.fusion.check(self.algorithm.name, averages=self.algorithm.averages)
+            self.fusion.check(self.algorithm, self.weighting)
 
     @property
     def cohort_size(self) -> int:

@@ -226,15 +226,19 @@ class ModelObjective:
 
     @torch.no_grad()
     def recalibrate(self, batches: Iterable[Batch]) -> None:
-        """Replace the running statistics of the bound model by the means of those of the batches, layer by layer at once."""
+        """Replace the running statistics by the means of those of the batches, weighted by their sizes, in one pass."""
         self.module.eval()
         norms = self._tracking_norms()
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
-            norm.training, norm.momentum = True, None  # None: every batch counts the same.
+            norm.training = True
+        num_seen = 0
         try:
             for batch in batches:
+                num_seen += len(batch.labels)
+                for norm in norms:
+                    norm.momentum = len(batch.labels) / num_seen
                 self.module(batch.inputs)
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

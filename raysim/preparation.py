@@ -120,9 +120,8 @@ def _sampled(dataset: Dataset, config: RunConfig) -> Dataset:
         return dataset
     if wanted > len(labels):
         raise ConfigError(f"data.train_images: {wanted}, but {config.data.name} has {len(labels)} training images")
-    return replace(
-        dataset, train=dataset.train.take(stratified_sample(labels, wanted, rng_for(config.seed, Purpose.SUBSET)))
-    )
+    chosen = stratified_sample(labels, wanted, rng_for(config.seed, Purpose.SUBSET))
+    return replace(dataset, train=dataset.train.take(chosen)).with_notes()
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -187,15 +186,19 @@ def prepare(config: RunConfig) -> Prepared:
 def _check_batch_norm(config: RunConfig, data: PreparedData) -> None:
     """Batch statistics need two examples: refuse what would give a batch of one."""
     why = f"but {config.model.name} has BatchNorm, which needs at least 2 examples per batch"
-    client, sizes = config.client, data.partition.sizes
+    client, sizes, fusion = config.client, data.partition.sizes, config.fusion
+    assert config.weighting is not None
+    scored = max(PASSES[config.weighting.needs], PASSES[config.weighting.reference_needs]) > 0
     problems = []
+    if fusion is not None and fusion.training.batch_size == 1:
+        problems.append(f"fusion.training.batch_size: 1, {why}")
     if client.batch_size == 1:
         problems.append(f"client.batch_size: 1, {why}")
     elif client.last_batch == "keep":
         alone = int((sizes % client.batch_size == 1).sum() if client.batch_size else (sizes == 1).sum())
         if alone:
             problems.append(f"client.last_batch: keep leaves {alone} clients with a last batch of one, {why}; use auto")
-    if config.weighting is not None and PASSES[config.weighting.needs] and config.scoring.batch_norm != "running":
+    if scored and config.scoring.batch_norm != "running":
         if config.scoring.batch_size == 1:
             problems.append(f"scoring.batch_size: 1, {why}")
         if len(data.validation) == 1:
@@ -206,7 +209,13 @@ def _check_batch_norm(config: RunConfig, data: PreparedData) -> None:
 
 def _check_training(config: RunConfig, data: PreparedData, objective: ModelObjective) -> list[str]:
     notes = []
-    client = config.client
+    client, fusion = config.client, config.fusion
+    if fusion is not None and fusion.training.last_batch == "drop":
+        size = fusion.training.batch_size
+        if size is not None and size > len(data.validation):
+            raise ConfigError(
+                f"fusion.training.batch_size: {size} with last_batch: drop leaves no batch of {len(data.validation)} images"
+            )
     if objective.has_batch_norm:
         _check_batch_norm(config, data)
     if config.execution.backend == "serial" and client.timeout_s is not None:

@@ -120,6 +120,10 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     if usable:
         reports = [outcome.report(prepared.class_counts[outcome.client_id]) for outcome in usable]
         weights = setup.weighting.weights(reports, reference, population.layout)
+        for index, reason in weights.rejected.items():
+            usable[index].drop("excluded", reason)
+        weights = weights.of([i for i, outcome in enumerate(usable) if outcome.status == "ok"])
+        usable = [outcome for outcome in usable if outcome.status == "ok"]
         summation = _Summation(executor, usable, weights)
         cohort: Cohort[Any] = Cohort(
             client_ids=tuple(o.client_id for o in usable),
@@ -160,6 +164,8 @@ def _fused(
     broadcast = Broadcast.of(state.round_num + 1, state.server, state.buffers)
     fused = executor.fuse(usable, broadcast, Packed.of(server), Packed.of(buffers), weights.client)
     logger.info("round %d: %s", broadcast.round_num, fused.note)
+    if not np.isfinite(fused.params).all():
+        raise RunError(f"round {broadcast.round_num}: the fusion made the global model non-finite ({fused.note})")
     if fused.weights is not None:
         weights = Weights(fused.weights, notes=weights.notes)
     return replace(server, params=torch.from_numpy(fused.params.copy())), fused.buffers.unpack(), weights

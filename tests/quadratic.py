@@ -144,7 +144,10 @@ class Federation:
         updates, states = self.train(order)
         ids = sorted(updates)
         reports = [self.report(k, updates[k]) for k in ids]
-        self.weights = self.weighting.weights(reports, self.reference(), LAYOUT)
+        weights = self.weighting.weights(reports, self.reference(), LAYOUT)
+        kept = [i for i in range(len(ids)) if i not in weights.rejected]
+        self.weights = weights.of(kept)
+        updates, states = ({ids[i]: found[ids[i]] for i in kept} for found in (updates, states))
         self.server = self.algorithm.server_update(self.server, self.cohort(updates, self.weights))
         self.states.update(states)
         return self.params

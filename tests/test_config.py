@@ -187,6 +187,10 @@ def test_files_that_cannot_be_read(tmp_path):
         ),
         ("weighting: {name: guarded, cap: 0.5}", "weighting.cap: should be greater than or equal to 1, got 0.5"),
         ("weighting: {name: guarded, of: {name: fedvg, window: 2}}", "weighting.of.window: should be odd, got 2"),
+        (
+            "{algorithm: {name: scaffold}, weighting: {name: guarded, clip: 1.0}}",
+            "scaffold keeps sums of whole ones too",
+        ),
         ("weighting: {name: mix, share: 1.5}", "weighting.share: should be less than or equal to 1, got 1.5"),
         ("fusion: {name: fedlow}", 'fusion.name: should be fedlaw or finetune (did you mean fedlaw?), got "fedlow"'),
         (

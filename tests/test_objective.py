@@ -202,12 +202,12 @@ def test_recalibrated_statistics_are_those_of_the_bound_data(objective):
     batch = objective.take(np.arange(40))
     objective.buffers.floats.uniform_(0.5, 1.5)
     momentum = objective.module.bn1.momentum
-    objective.recalibrate([objective.take(np.arange(20)), objective.take(np.arange(20, 40))])
+    objective.recalibrate([objective.take(np.arange(32)), objective.take(np.arange(32, 40))])
     outputs = objective.module.conv1(batch.inputs).detach().transpose(0, 1)
-    halves = outputs[:, :20].flatten(1), outputs[:, 20:].flatten(1)
+    parts = outputs[:, :32].flatten(1), outputs[:, 32:].flatten(1)
     bn1 = objective.module.bn1
-    torch.testing.assert_close(bn1.running_mean, sum(half.mean(dim=1) for half in halves) / 2)
-    torch.testing.assert_close(bn1.running_var, sum(half.var(dim=1) for half in halves) / 2)
+    torch.testing.assert_close(bn1.running_mean, 0.8 * parts[0].mean(dim=1) + 0.2 * parts[1].mean(dim=1))
+    torch.testing.assert_close(bn1.running_var, 0.8 * parts[0].var(dim=1) + 0.2 * parts[1].var(dim=1))
     assert (bn1.momentum, bn1.training) == (momentum, False)
     assert bn1.running_mean.data_ptr() == objective.buffers.floats.data_ptr(), "still a view of the flat vector"
     objective.recalibrate([batch])

@@ -58,6 +58,13 @@ def test_part_of_the_training_images_is_a_stratified_sample_of_the_seed():
     assert np.abs(np.bincount(first.labels) - shares).max() < 1
 
 
+def test_a_class_that_the_sample_lacks_is_noted():
+    assert any(
+        "no training example" in note
+        for note in prepare_data(config(data={"train_images": 7}, partition={"clients": 2, "min_examples": 0})).notes
+    )
+
+
 def test_more_training_images_than_there_are_are_refused():
     with pytest.raises(ConfigError, match=r"data.train_images: 99999, but digits has \d+ training images"):
         prepare_data(config(data={"train_images": 99999}))
@@ -172,6 +179,11 @@ def test_batches_of_one_are_refused_for_batch_norm_only():
     with pytest.raises(ConfigError, match=r"client\.batch_size: 1, but lenet5 has BatchNorm"):
         prepare(config(model={"name": "lenet5"}, client={"batch_size": 1}))
     assert prepare(config(client={"batch_size": 1})).setup.training.batch_size == 1
+    single = {"model": {"name": "lenet5"}, "scoring": {"batch_size": 1}}
+    for name in ("fedvg", "loss", "direction"):
+        with pytest.raises(ConfigError, match=r"scoring\.batch_size: 1, but lenet5 has BatchNorm"):
+            prepare(config(**single, weighting={"name": name}))
+    assert prepare(config(**single, weighting={"name": "size"})).setup.scoring.batch_size == 1
 
 
 def test_a_fraction_of_less_than_one_client_is_noted():

@@ -4,9 +4,8 @@
     server:  h <- h - (alpha/N) sum_{k in cohort} (theta_k - theta)
              theta <- sum_k w_k theta_k - h / alpha
 
-d_k is the accumulated delta; the paper's dual is lambda_k = -alpha_k d_k. With every client's alpha_k = alpha the server
-state is h = -alpha mean_N d_k. `clip` bounds the norm of the gradient of loss and linear term, grad f_k(w) + alpha_k (d_k -
-theta), before alpha_k w is added.
+d_k is the accumulated delta; the paper's dual is lambda_k = -alpha_k d_k, and h = -alpha mean_N d_k. `clip` bounds the norm
+of the gradient of loss and linear term, grad f_k(w) + alpha_k (d_k - theta), before alpha_k w is added.
 
 Reference: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, Algorithm 1; the scaling
 alpha_k = alpha * mean(n) / n_k and alpha = 0.01 are those of the authors' code, as are `clip` (10) and `active_average`.

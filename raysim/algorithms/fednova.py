@@ -10,10 +10,12 @@ tau for plain SGD; (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) for momentu
 proximal term mu. With equal work of all clients it is FedAvg. Buffers: plain weighted average.
 
 Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020.
+Differs from the authors' code: with mu they take tau_eff from the number of steps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +49,7 @@ def local_work(num_steps: int, *, momentum: float = 0.0, lr_mu: float = 0.0) -> 
     if momentum:
         return (num_steps - momentum * (1 - momentum**num_steps) / (1 - momentum)) / (1 - momentum)
     if lr_mu:
-        return (1 - (1 - lr_mu) ** num_steps) / lr_mu
+        return -math.expm1(num_steps * math.log1p(-lr_mu)) / lr_mu
     return float(num_steps)
 
 
@@ -72,6 +74,8 @@ class FedNova(Algorithm[ServerState, None, NovaUpdate]):
                 "algorithm: fednova needs client.optimizer sgd without weight_decay, and either momentum or algorithm.mu: its "
                 "normalisation has no closed form otherwise"
             )
+        if optimizer.momentum >= 1 or optimizer.lr * self.mu >= 1:
+            raise ValueError("algorithm: fednova needs client.optimizer.momentum and lr * mu below 1")
 
     def init_server(self, params: Vector, population: Population) -> ServerState:
         """The global model, and v = 0 if there is momentum."""

@@ -7,7 +7,8 @@ The proximal gradient is part of the gradient: the optimizer, and with it moment
 epochs, from 1 to local_epochs - 1 with equal chances, and what it reached counts like every other model.
 
 Reference: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2.
-Differs from the paper: uniform sampling without replacement and weights by size, as in the authors' code.
+Differs from the paper: uniform sampling without replacement and weights by size, as in the authors' code; stragglers are
+drawn client by client, not as an exact share of the cohort.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Shapes: N examples, C channels, H x W pixels, K classes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,6 +102,12 @@ class Dataset:
         """K."""
         return len(self.class_names)
 
+    def with_notes(self) -> Dataset:
+        """The same, with a note of the classes that nobody can learn."""
+        absent = np.flatnonzero(np.bincount(self.train.labels, minlength=self.num_classes) == 0)
+        note = f"class {absent[0]} has" if len(absent) == 1 else f"classes {listing(absent)} have"
+        return replace(self, notes=(f"{note} no training example",) if len(absent) else ())
+
 
 def checked_dataset(
     *,
@@ -162,16 +168,13 @@ def checked_dataset(
         images = np.ascontiguousarray(part.images, dtype=part.images.dtype.newbyteorder("="))
         return ImageSet(images, np.ascontiguousarray(part.labels, dtype=np.int64))
 
-    absent = np.flatnonzero(np.bincount(train.labels.astype(np.int64), minlength=num_classes) == 0)
-    note = f"class {absent[0]} has" if len(absent) == 1 else f"classes {listing(absent)} have"
     return Dataset(
         train=final(train),
         validation=None if validation is None else final(validation),
         test=final(test),
         class_names=tuple(class_names) if class_names is not None else tuple(map(str, range(num_classes))),
         origin=origin,
-        notes=(f"{note} no training example",) if len(absent) else (),
-    )
+    ).with_notes()
 
 
 def _largest(part: ImageSet) -> int:

@@ -266,7 +266,7 @@ class Observer(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the work of rounds. A context manager: leaving it ends every process it started."""
+    """Runs the work of rounds, in processes that `close` ends."""
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer

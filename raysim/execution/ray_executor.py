@@ -100,6 +100,8 @@ class RayExecutor:
         assert self._backend is not None
         if settings != self._settings or make_plan(settings, cluster_nodes(), demand) != self.plan:
             return False
+        if self._scorers.lost_slots or self._clients.lost_slots:
+            return False
         self._setup, self._demand, self._units = setup, demand, {}
         self._backend.setup_ref = ray.put(setup)
         pools = [self._scorers, self._clients]
@@ -206,7 +208,9 @@ class RayExecutor:
                     raise RunError(
                         f"{unit.label}: its update was lost and cannot be made again: {trained[0].error}"
                     ) from None
-                _, outcome.update, _ = trained[0].value
+                outcome.actor = trained[0].place
+                _, outcome.update, state = trained[0].value
+                outcome.state = state if outcome.state is not None else None
         raise RunError(f"round of client {outcome.client_id}: its update was lost {self._settings.retries + 1} times")
 
     def fuse(
@@ -221,8 +225,10 @@ class RayExecutor:
         assert self._backend is not None
         head = ray.put(broadcast), ray.put(merged), ray.put(buffers), ray.put(weights)
         label = f"round {broadcast.round_num}"
+        assert self._setup.fusion is not None
+        needed = self._setup.fusion.needs_updates
         for _ in range(self._settings.retries + 1):
-            payload = (*head, *(outcome.update for outcome in outcomes))
+            payload = (*head, *(outcome.update for outcome in outcomes if needed))
             try:
                 (done,) = self._on_scorers([Unit("fuse", 0, label, payload)])
             except InputLost as lost:

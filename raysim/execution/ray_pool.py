@@ -149,6 +149,11 @@ class Pool:
             slot.since, slot.ref = self.clock(), self.backend.adopt(slot.name)
 
     @property
+    def lost_slots(self) -> int:
+        """Slots that were given up."""
+        return len(self.slots) - len(self._slots)
+
+    @property
     def refs(self) -> list[Ref]:
         """All references that something will come back on."""
         return [slot.ref for slot in self._slots.values() if slot.ref is not None]
@@ -235,6 +240,8 @@ class Pool:
     def _started(self, slot: _Slot, ref: Ref) -> None:
         try:
             slot.pid, slot.node = self.backend.result(ref)
+        except UnitFailed as error:
+            raise RunError(f"{slot.label} cannot start: {error}") from None
         except ActorLost as lost:
             slot.failures += 1
             if slot.failures > self.retries:

@@ -69,7 +69,8 @@ class ExecutionSettings(Section):
         min_clients: A round with fewer usable updates, and clients that failed, ends the run.
         on_nonfinite: `exclude` a client whose update or score is not finite, or `abort` the run.
         resource_timeout_s: Longest wait for resources that exist but are taken.
-        unit_timeout_s: Longest time that scoring one model or testing one shard may take; then another actor does it.
+        unit_timeout_s: Longest time that a unit on a scorer may take (scoring a model, testing a shard, a fusion); then
+            another actor does it.
     """
 
     backend: Literal["ray", "serial"] = "ray"

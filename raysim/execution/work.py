@@ -47,11 +47,12 @@ def torch_settings(setup: Setup, device: torch.device) -> Iterator[None]:
     torch.set_num_threads(setup.threads)
     # Only where it matters: the switch imports torch's compiler, seconds of start-up in every actor.
     strict = device.type == "cuda" and setup.deterministic and not torch.are_deterministic_algorithms_enabled()
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cudnn.benchmark = False
+        matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
     try:
         with torch.enable_grad():
             yield
@@ -59,6 +60,7 @@ def torch_settings(setup: Setup, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
         if strict:
             torch.use_deterministic_algorithms(False)
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = flags
 
 
 def train_client(

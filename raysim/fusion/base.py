@@ -10,18 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
+from raysim.algorithms.base import AnyAlgorithm
 from raysim.fields import Section
 from raysim.local import LocalTraining
 from raysim.objective import Objective
 from raysim.vector import Vector
+from raysim.weighting.base import Weighting
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What the server has at the end of a round.
+    """What the server has at the end of a round. The updates are read where they lie in memory that processes share.
 
     Attributes:
         start: [P] of the model that the round began with.
@@ -56,17 +59,15 @@ class Fusion(Section, ABC):
 
     Attributes:
         training: Epochs over the validation set, batches and optimizer.
+        needs_updates: Whether it looks at single clients' updates; otherwise `Candidates.deltas` is empty.
     """
 
     name: str
     training: LocalTraining
+    needs_updates: ClassVar[bool] = True
 
-    def check(self, algorithm: str, *, averages: bool) -> None:
-        """Refuse an algorithm that it cannot follow.
-
-        Args:
-            algorithm: Its name.
-            averages: Whether its server step is the weighted mean and nothing else.
+    def check(self, algorithm: AnyAlgorithm, weighting: Weighting) -> None:
+        """Refuse an algorithm or a weighting that it cannot follow.
 
         Raises:
             ValueError: Why; listed with the other mistakes of a configuration.

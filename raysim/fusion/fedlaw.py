@@ -8,7 +8,9 @@
 
 Reference: Li et al., Revisiting Weighted Aggregation in Federated Learning with Neural Networks, ICML 2023; Adam(0.5, 0.999)
 at 0.01 and 20 epochs as in the authors' code for CIFAR-10.
-Differs from it: starts at the weights of the weighting, of which theirs is `size`.
+Differs from it: starts at the weights of the weighting, of which theirs is `size` (a guard's cap holds for the start only);
+the server's data is the whole validation set instead of 2 % of the training data, so an epoch has more steps; BatchNorm
+statistics start at the mean of the clients'.
 Shapes: C cohort, P parameters.
 """
 
@@ -20,14 +22,29 @@ from typing import Literal
 import numpy as np
 import torch
 
+from raysim.algorithms.base import AnyAlgorithm
+from raysim.fields import BelowOne, Count
 from raysim.fusion.base import Candidates, Fused, Fusion
 from raysim.local import LocalTraining, OptimizerSettings
 from raysim.objective import Objective
+from raysim.weighting.base import Weighting
 
 
-def _adam() -> LocalTraining:
-    optimizer = OptimizerSettings(name="adam", lr=0.01, beta1=0.5, beta2=0.999)
-    return LocalTraining(local_epochs=20, batch_size=64, optimizer=optimizer)
+@dataclass(frozen=True)
+class FedLAWOptimizer(OptimizerSettings):
+    """Adam(0.5, 0.999) at 0.01, unless told otherwise."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adam"
+    beta1: BelowOne = 0.5
+
+
+@dataclass(frozen=True)
+class FedLAWTraining(LocalTraining):
+    """20 epochs in batches of 128, unless told otherwise."""
+
+    local_epochs: Count = 20
+    batch_size: Count | None = 128
+    optimizer: FedLAWOptimizer = field(default_factory=FedLAWOptimizer)
 
 
 @dataclass(frozen=True)
@@ -40,14 +57,18 @@ class FedLAW(Fusion):
     """
 
     name: Literal["fedlaw"] = "fedlaw"
-    training: LocalTraining = field(default_factory=_adam)
+    training: FedLAWTraining = field(default_factory=FedLAWTraining)
     shrink: bool = True
 
-    def check(self, algorithm: str, *, averages: bool) -> None:
-        """It stands in for the weighted mean, so there must be nothing more to the server's step."""
-        if not averages:
+    def check(self, algorithm: AnyAlgorithm, weighting: Weighting) -> None:
+        """It stands in for the weighted mean, so there must be nothing more to the server's step, nor to the weights."""
+        if not algorithm.averages:
             raise ValueError(
-                f"fusion: fedlaw replaces the weighted mean, but {algorithm}'s server step is more than that"
+                f"fusion: fedlaw replaces the weighted mean, but {algorithm.name}'s server step is more than that"
+            )
+        if weighting.granularity != "model" or weighting.clips:
+            raise ValueError(
+                "fusion: fedlaw learns one weight per client; weights per unit and clipping have no effect"
             )
 
     def fuse(

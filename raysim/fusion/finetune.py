@@ -16,9 +16,17 @@ from typing import Literal
 
 import numpy as np
 
+from raysim.fields import Count
 from raysim.fusion.base import Candidates, Fused, Fusion
 from raysim.local import LocalTraining, local_sgd
 from raysim.objective import Objective
+
+
+@dataclass(frozen=True)
+class FinetuneTraining(LocalTraining):
+    """One epoch, unless told otherwise."""
+
+    local_epochs: Count = 1
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,9 @@ class Finetune(Fusion):
     """
 
     name: Literal["finetune"] = "finetune"
-    training: LocalTraining = field(default_factory=lambda: LocalTraining(local_epochs=1))
+    training: FinetuneTraining = field(default_factory=FinetuneTraining)
+
+    needs_updates = False
 
     def fuse(
         self, objective: Objective, candidates: Candidates, training: LocalTraining, rng: np.random.Generator

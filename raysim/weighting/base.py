@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union
 
 import numpy as np
 
+from raysim.errors import RunError
 from raysim.fields import Count, Section
 from raysim.objective import Batch, BatchNormMode, Objective
 from raysim.vector import Granularity, Unit, Vector, VectorLayout
@@ -130,15 +131,19 @@ class Weights:
         unit: float64 [C, U] whose columns sum to 1, or None when all units share `client`.
         granularity: The units of `unit`.
         notes: What a user should know: a fallback taken, a client that dominates.
-        delta: Factors of the deltas, [C] or [C, U], where they differ from the weights because deltas are clipped; they
-            may sum to less than 1.
+        factors: What deltas are shortened to, in [0, 1], [C] or [C, U]; None: they are not.
+        rejected: Index of a client -> why it has no part in the round at all; its weight is 0.
+
+    Raises:
+        RunError: They are no distribution over clients, because something overflowed.
     """
 
     client: np.ndarray
     unit: np.ndarray | None = None
     granularity: Granularity | Literal["model"] = "model"
     notes: tuple[str, ...] = ()
-    delta: np.ndarray | None = None
+    factors: np.ndarray | None = None
+    rejected: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> np.ndarray:
@@ -147,13 +152,26 @@ class Weights:
 
     @property
     def deltas(self) -> np.ndarray:
-        """The factors of the deltas, [C] or [C, U]."""
-        return self.parameters if self.delta is None else self.delta
+        """What the deltas are multiplied by, [C] or [C, U]; may sum to less than 1."""
+        if self.factors is None:
+            return self.parameters
+        wide = self.parameters.ndim > self.factors.ndim
+        deltas: np.ndarray = self.parameters * (self.factors[:, None] if wide else self.factors)
+        return deltas
+
+    def of(self, members: Sequence[int]) -> Weights:
+        """The same for some of the clients, among them all with any weight."""
+        rows = list(members)
+        unit = None if self.unit is None else self.unit[rows]
+        factors = None if self.factors is None else self.factors[rows]
+        return Weights(self.client[rows], unit, self.granularity, self.notes, factors)
 
     def __post_init__(self) -> None:
-        for array in (self.client, *(() if self.unit is None else (self.unit,))):
-            assert np.all(array >= 0), "weights are not negative"
-            assert np.allclose(array.sum(axis=0), 1.0, rtol=0, atol=1e-6), "weights sum to 1 over clients"
+        for array in (self.client, self.parameters):
+            if not (np.all(array >= 0) and np.allclose(array.sum(axis=0), 1.0, rtol=0, atol=1e-6)):
+                raise RunError(
+                    f"the weights {array.tolist()} are no shares that sum to 1: something in them overflowed"
+                )
 
 
 class Weighting(Section, ABC):
@@ -184,6 +202,11 @@ class Weighting(Section, ABC):
     def reference_needs(self) -> Needs:
         """What a scorer computes of the global model, once per round, before it scores clients."""
         return "nothing"
+
+    @property
+    def clips(self) -> bool:
+        """Whether it may shorten updates."""
+        return False
 
     @property
     def needs_probe(self) -> bool:
@@ -237,7 +260,8 @@ class Combination(Weighting):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if type(part).accumulate is not Weighting.accumulate:
+            own = type(part).accumulate, type(part).reference
+            if own != (Weighting.accumulate, Weighting.reference):
                 raise ValueError(f"{part.name} gathers sums of its own and cannot be combined with others")
 
     @property
@@ -249,6 +273,11 @@ class Combination(Weighting):
     def reference_needs(self) -> Needs:
         """What any part needs of the global model."""
         return most(part.reference_needs for part in self.parts)
+
+    @property
+    def clips(self) -> bool:
+        """Whether any part does."""
+        return any(part.clips for part in self.parts)
 
     @property
     def granularity(self) -> Granularity | Literal["model"]:

@@ -52,7 +52,7 @@ class FedVG(Weighting):
         eps: Added to every norm (1e-8 in the authors' code).
         relative_eps: In place of `eps`, this share of the cohort's median norm (0.1 tames vanishing gradients).
         exponent: q.
-        scale_free: Multiply each norm of a gradient by the same norm of the parameters, so that rescaling a layer in front
+        scale_free: Multiply each tensor's gradient by the same norm of its parameters, so that rescaling a layer in front
             of a BatchNorm changes nothing.
         smoothing: Of the weights over neighbouring units; see the module's text.
         window: Units per moving average, odd.
@@ -78,6 +78,12 @@ class FedVG(Weighting):
             raise ValueError("smoothing needs one weight per unit; granularity: model has one per client")
         if self.window % 2 == 0:
             raise ValueError(f"window should be odd, got {self.window}")
+        if self.relative_eps is not None and self.eps != FedVG.eps:
+            raise ValueError(f"eps: {self.eps} has no effect beside relative_eps")
+        if self.smoothing != "moving_average" and self.window != FedVG.window:
+            raise ValueError(f"window: {self.window} has no effect without smoothing: moving_average")
+        if self.granularity == "model" and self.noise_floor != FedVG.noise_floor:
+            raise ValueError(f"noise_floor: {self.noise_floor} has no effect under granularity: model")
         if self.scale_free and self.norm == "delta":
             raise ValueError("scale_free is about gradients; norm: delta has none")
 
@@ -106,9 +112,12 @@ class FedVG(Weighting):
             delta = (model.params - model.global_params).cpu().numpy().astype(np.float64)
             norms = unit_norms(delta, "l2", units, layout)
         else:
-            norms = unit_norms(sums["gradient"] / float(sums["count"]), self.norm, units, layout)
+            gradient = sums["gradient"] / float(sums["count"])
             if self.scale_free:
-                norms = norms * unit_norms(model.params.cpu().numpy().astype(np.float64), self.norm, units, layout)
+                params, tensors = model.params.cpu().numpy().astype(np.float64), layout.units("tensor")
+                for norm, part in zip(unit_norms(params, self.norm, tensors, layout), layout.slices, strict=True):
+                    gradient[part] *= norm
+            norms = unit_norms(gradient, self.norm, units, layout)
         return Probe.of(sums, values=norms, score=float(np.mean(norms)))
 
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
@@ -118,9 +127,7 @@ class FedVG(Weighting):
         notes = []
         if len(reports) > 1 and client.max() > DOMINANT:
             top = reports[int(client.argmax())].client_id
-            notes.append(
-                f"client {top} takes {client.max():.4f} of the weight: its validation gradient almost vanishes"
-            )
+            notes.append(f"client {top} takes {client.max():.4f} of the weight: its {self._measured} almost vanishes")
         if self.granularity == "model":
             return Weights(client, notes=tuple(notes))
         unit = self._inverse(norms_CU)
@@ -128,17 +135,31 @@ class FedVG(Weighting):
         noisy = self._noisy(norms_CU, sizes)
         unit[:, noisy] = client[:, None]
         if noisy.any():
-            notes.append(f"{int(noisy.sum())} {self.granularity}s have a gradient of rounding noise, so client weights")
+            notes.append(f"{int(noisy.sum())} {self.granularity}s take the client weights: rounding noise")
+        dominated = int((unit[:, ~noisy] > DOMINANT).any(axis=0).sum()) if len(reports) > 1 else 0
+        if dominated:
+            notes.append(
+                f"{dominated} {self.granularity}s give one client over {DOMINANT} of their weight: its {self._measured} "
+                "almost vanishes there"
+            )
         if self.smoothing == "moving_average":
             unit = moving_average(unit, self.window)
         elif self.smoothing == "graph":
             unit = graph_average(unit, layout.neighbours(self.granularity))
         return Weights(client, unit, self.granularity, tuple(notes))
 
+    @property
+    def _measured(self) -> str:
+        return "update" if self.norm == "delta" else "validation gradient"
+
     def _inverse(self, norms: np.ndarray) -> np.ndarray:
         eps = self.eps if self.relative_eps is None else self.relative_eps * np.median(norms, axis=0)
-        with np.errstate(divide="ignore"):
-            inverse = (norms + eps) ** -self.exponent
+        raised = norms + eps
+        if self.exponent != 1:  # Relative to the smallest, lest a high power underflows.
+            least = raised.min(axis=0)
+            raised = raised / np.where(least > 0, least, 1.0)
+        with np.errstate(divide="ignore", over="ignore"):
+            inverse = raised**-self.exponent
         # eps = 0 and a vanishing gradient: such clients share all of the weight.
         infinite = np.isinf(inverse)
         return normalised(np.where(infinite.any(axis=0), infinite, inverse).astype(np.float64))
@@ -178,6 +199,8 @@ def largest_singular(values: np.ndarray, shape: tuple[int, ...]) -> float:
     """Largest singular value of a tensor as out x rest; the l2 norm of one with a single dimension."""
     if len(shape) < 2:
         return float(np.sqrt(np.square(values).sum()))
+    if not np.isfinite(values).all():
+        return float("nan")
     matrix = torch.from_numpy(values).clone().reshape(shape[0], -1)
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     return float(torch.linalg.eigvalsh(torch.mm(wide, wide.T))[-1].clamp(min=0).sqrt())

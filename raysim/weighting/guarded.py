@@ -1,11 +1,13 @@
 """Guarded: a weighting whose clients are checked, capped and clipped, against models that only look good to it.
 
-    gate   a client counts only if L_k <= min(L(theta) + loss_margin, (1 - chance_margin) log K); the rest share its weight
+    gate   a client takes part only if L_k <= min(L(theta) + loss_margin, (1 - chance_margin) log K)
     cap    w_k <= cap / C: what is above goes to the clients below in proportion to their weights, until all are
-    clip   a delta longer than clip times the cohort's median length is shortened to it
+    clip   an update longer than clip times the cohort's median length is shortened to it in the weighted mean
 
-L: mean validation loss; theta: the model the round began with; K: classes of the data; C: clients that pass the gate.
-Each guard is off unless its field is given. If the gate stops every client, the weights are those by size, with a note.
+L: mean validation loss; theta: the model the round began with; K: classes of the data; C: clients with any weight.
+A client that the gate stops is excluded from the round: the weighting, the algorithm and its states see the others only. If it
+stops every client, the weights are those by size, with a note. Each guard is off unless its field is given. Algorithms that
+keep sums of updates in clients' states (SCAFFOLD, FedDyn) would see whole updates beside clipped ones; they refuse `clip`.
 
 Why: a gradient norm can be had small by rescaling a layer, by a shrunken classifier or by a dead model; a finite score is
 checked always. FedVG's `scale_free`, `relative_eps` and `exponent` guard its score itself.
@@ -34,6 +36,7 @@ from raysim.weighting.base import (
     Weights,
     by_size,
     most,
+    normalised,
     probes_of,
     registered,
 )
@@ -48,7 +51,7 @@ class Guarded(Combination):
         loss_margin: How far a model's validation loss may lie above the global model's.
         chance_margin: How far it has to lie below log K, as a share of it.
         cap: Largest weight, in multiples of 1 / C; at least 1.
-        clip: Longest delta, in multiples of the median.
+        clip: Longest update, in multiples of the median.
     """
 
     name: Literal["guarded"] = "guarded"
@@ -74,6 +77,11 @@ class Guarded(Combination):
         """The global model's loss."""
         return most([super().reference_needs, "nothing" if self.loss_margin is None else "losses"])
 
+    @property
+    def clips(self) -> bool:
+        """If told to, or if its part does."""
+        return self.clip is not None or super().clips
+
     def finish(self, sums: Sums, model: Scored) -> Probe:
         """The weighting's probe, and beside it one with the length of the delta."""
         probe = super().finish(sums, model)
@@ -83,26 +91,40 @@ class Guarded(Combination):
         return replace(probe, parts=(*probe.parts, Probe(np.sqrt([np.square(delta).sum()]))))
 
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
-        """The weighting's weights behind the gate, under the cap; shortened deltas."""
-        weights = self.of_part(0, reports, reference, layout)
-        notes = list(weights.notes)
-        kept = self._passing(reports, reference, notes)
-        if not kept.any():
-            notes.append("the gate stops every client: weights by size")
-            weights, kept = Weights(by_size(reports)), ~kept
-        limit = np.inf if self.cap is None else self.cap / kept.sum()
-        client = water_filled(np.where(kept, weights.client, 0), kept, limit)
-        unit = weights.unit
-        if unit is not None:
-            unit = np.stack([water_filled(np.where(kept, column, 0), kept, limit) for column in unit.T], axis=1)
-        guarded = Weights(client, unit, weights.granularity, tuple(notes))
-        if self.clip is None:
-            return guarded
-        lengths = np.array([probe.parts[-1].values[0] for probe in probes_of(reports) if probe.parts[-1] is not None])
-        factors = clip_factors(lengths, self.clip)
-        return replace(guarded, delta=(guarded.parameters.T * factors).T)
+        """The weighting's weights of those that pass the gate, under the cap; shortened updates."""
+        rejected = self._rejected(reports, reference)
+        passing = [i for i in range(len(reports)) if i not in rejected]
+        if passing:
+            kept = [reports[i] for i in passing]
+            weights = self.of_part(0, kept, reference, layout)
+        else:
+            kept, passing, rejected = list(reports), list(range(len(reports))), {}
+            weights = Weights(by_size(reports), notes=("the gate stops every client: weights by size",))
+        client, unit, factors, notes = weights.client, weights.unit, weights.factors, list(weights.notes)
+        if self.cap is not None:
+            notes = [f"before the cap: {note}" for note in notes]
+            client = water_filled(client, self.cap)
+            unit = None if unit is None else np.stack([water_filled(column, self.cap) for column in unit.T], axis=1)
+        if self.clip is not None:
+            lengths = np.array([probe.parts[-1].values[0] for probe in probes_of(kept) if probe.parts[-1] is not None])
+            shorter = clip_factors(lengths, self.clip)
+            factors = shorter if factors is None else (factors.T * shorter).T
+            short = [f"{r.client_id} to {f:.2g}" for r, f in zip(kept, shorter, strict=True) if f < 1]
+            if short:
+                notes.append(f"updates shortened: client {', '.join(short)} of their length")
 
-    def _passing(self, reports: Sequence[Report], reference: Sums | None, notes: list[str]) -> np.ndarray:
+        def spread(values: np.ndarray | None) -> np.ndarray | None:
+            if values is None:
+                return None
+            whole = np.zeros((len(reports), *values.shape[1:]))
+            whole[passing] = values
+            return whole
+
+        whole = spread(client)
+        assert whole is not None
+        return Weights(whole, spread(unit), weights.granularity, tuple(notes), spread(factors), rejected)
+
+    def _rejected(self, reports: Sequence[Report], reference: Sums | None) -> dict[int, str]:
         limits = []
         if self.loss_margin is not None:
             assert reference is not None
@@ -110,39 +132,35 @@ class Guarded(Combination):
         if self.chance_margin is not None:
             assert reports[0].class_counts is not None
             limits.append((1 - self.chance_margin) * np.log(len(reports[0].class_counts)))
-        kept = np.ones(len(reports), dtype=bool)
-        if limits:
-            losses = np.array([probe.loss for probe in probes_of(reports)], dtype=np.float64)
-            kept = losses <= min(limits)
-            stopped = [
-                f"{report.client_id} ({loss:.3g})"
-                for report, loss, ok in zip(reports, losses, kept, strict=True)
-                if not ok
-            ]
-            if stopped:
-                notes.append(f"validation loss above {min(limits):.3g}, weight 0: client {', '.join(stopped)}")
-        return kept
+        if not limits:
+            return {}
+        limit, losses = min(limits), [probe.loss for probe in probes_of(reports)]
+        return {
+            i: f"validation loss {loss:.4g} above the gate's {limit:.4g}"
+            for i, loss in enumerate(losses)
+            if loss is not None and loss > limit
+        }
 
 
-def water_filled(weights: np.ndarray, kept: np.ndarray, limit: float) -> np.ndarray:
-    """Weights [C] that sum to 1 and are at most `limit`, 0 where not `kept`, else in the proportions given where below it.
+def water_filled(weights: np.ndarray, cap: float) -> np.ndarray:
+    """Weights [C] that sum to 1 and are at most `cap` over the number of positive ones, in the proportions given below that.
 
-    Clients without any weight to be proportional to share equally. `limit` is at least one over the number kept.
+    Clients without any weight get none.
     """
-    weights = weights / weights.sum() if weights.any() else kept / kept.sum()
+    positive = weights > 0
+    limit = cap / positive.sum()
     full = np.zeros(len(weights), dtype=bool)
-    while (over := (weights > limit) & ~full).any():
+    while (over := (weights > limit) & ~full).any() and (positive & ~(full | over)).any():
         full |= over
-        free = kept & ~full
-        rest = max(1 - limit * full.sum(), 0.0)
-        base = weights[free] if weights[free].any() else np.ones(free.sum())
-        weights = np.where(full, limit, 0.0)
-        weights[free] = rest * base / base.sum()
-    return weights
+        free = positive & ~full
+        weights = np.where(full, limit, weights * (1 - limit * full.sum()) / weights[free].sum())
+    return normalised(weights)
 
 
 def clip_factors(lengths: np.ndarray, clip: float) -> np.ndarray:
-    """What each delta is multiplied by so that none is longer than `clip` times the median: [C]."""
+    """What each update is multiplied by so that none is longer than `clip` times the median: [C]; 1 if the median is 0."""
     longest = clip * np.median(lengths)
-    factors: np.ndarray = np.minimum(1.0, np.divide(longest, lengths, out=np.ones_like(lengths), where=lengths > 0))
+    if longest == 0:
+        return np.ones_like(lengths)
+    factors: np.ndarray = longest / np.maximum(lengths, longest)
     return factors

@@ -49,7 +49,7 @@ class Mix(Combination):
         return self.first, self.second
 
     def weights(self, reports: Sequence[Report], reference: Sums | None, layout: VectorLayout) -> Weights:
-        """(1 - share) a + share b, for clients, units and deltas."""
+        """(1 - share) a + share b, for clients, units and shortened updates; only what both reject is rejected."""
         a, b = (self.of_part(i, reports, reference, layout) for i in (0, 1))
 
         def mean(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -57,12 +57,11 @@ class Mix(Combination):
                 x, y = (z if z.ndim == 2 else z[:, None] for z in (x, y))
             return (1 - self.share) * x + self.share * y
 
-        unit = mean(a.parameters, b.parameters) if a.unit is not None or b.unit is not None else None
-        clipped = a.delta is not None or b.delta is not None
-        return Weights(
-            mean(a.client, b.client),
-            unit,
-            self.granularity,
-            (*a.notes, *b.notes),
-            mean(a.deltas, b.deltas) if clipped else None,
-        )
+        client, parameters = mean(a.client, b.client), mean(a.parameters, b.parameters)
+        factors = None
+        if a.factors is not None or b.factors is not None:
+            mixed = mean(a.deltas, b.deltas)
+            factors = np.divide(mixed, parameters, out=np.ones_like(parameters), where=parameters > 0)
+        rejected = {i: a.rejected[i] for i in a.rejected.keys() & b.rejected.keys()}
+        unit = None if parameters.ndim == 1 else parameters
+        return Weights(client, unit, self.granularity, (*a.notes, *b.notes), factors, rejected)

@@ -72,6 +72,11 @@ def test_two_rounds_of_server_momentum_by_hand():
     assert run.server.velocity.tolist() == [5, 5, 5]
 
 
+def test_local_work_with_a_weak_proximal_term_is_the_number_of_steps():
+    assert local_work(7, lr_mu=1e-17) == pytest.approx(7, rel=1e-12)
+    assert local_work(4, lr_mu=0.5) == pytest.approx(1 + 0.5 + 0.25 + 0.125, rel=1e-12)
+
+
 def test_without_server_momentum_the_server_keeps_the_model_only():
     run = Federation(FedNova(), Size(), clients(), validation())
     run.round()
@@ -85,6 +90,8 @@ def test_without_server_momentum_the_server_keeps_the_model_only():
         (0.0, OptimizerSettings(weight_decay=0.1)),
         (0.0, OptimizerSettings("adam")),
         (0.0, OptimizerSettings("adamw")),
+        (0.0, OptimizerSettings(momentum=1.0)),
+        (40.0, OptimizerSettings(lr=0.05)),
     ],
 )
 def test_what_has_no_closed_form_is_refused(mu, optimizer):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quadratic import EXAMPLES, START, assert_example, validation
-from raysim.errors import ConfigError
+from raysim.config import resolve
+from raysim.errors import ConfigError, RunError
 from raysim.fusion import FUSIONS
 from raysim.fusion.base import Candidates
 from raysim.fusion.fedlaw import FedLAW
@@ -79,6 +80,39 @@ def test_finetune_is_gradient_descent_from_the_merged_model():
 def test_fedlaw_refuses_a_server_step_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match="fedlaw replaces the weighted mean, but fedavgm's server step is more"):
         run(tmp_path, "x", "fusion.name=fedlaw", "algorithm.name=fedavgm", backend="serial")
+
+
+@pytest.mark.parametrize("weighting", ["{name: fedvg, granularity: tensor}", "{name: guarded, clip: 1}"])
+def test_fedlaw_refuses_weights_that_it_would_not_heed(tmp_path, weighting):
+    with pytest.raises(ConfigError, match="fedlaw learns one weight per client"):
+        run(tmp_path, "x", "fusion.name=fedlaw", f"weighting={weighting}", backend="serial")
+
+
+def test_one_setting_leaves_a_fusions_other_defaults_alone():
+    def training(**given):
+        return resolve({"fusion": given}).fusion.training
+
+    law = training(name="fedlaw", training={"optimizer": {"lr": 0.005}})
+    assert (law.optimizer.name, law.optimizer.beta1, law.optimizer.lr) == ("adam", 0.5, 0.005)
+    assert (law.local_epochs, law.batch_size) == (20, 128)
+    assert training(name="finetune", training={"batch_size": 8}).local_epochs == 1
+    config = resolve({"fusion": {"name": "fedlaw", "training": {"local_epochs": 3}}})
+    assert resolve(config.as_dict()) == config
+
+
+def test_a_fusion_that_could_not_train_is_found_before_it_is_tried(tmp_path):
+    for given, problem in (
+        ("{name: finetune, training: {batch_size: 1}}", "fusion.training.batch_size: 1, but lenet5 has BatchNorm"),
+        ("{name: finetune, training: {batch_size: 999, last_batch: drop}}", "leaves no batch of 144 images"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            run(tmp_path, "x", f"fusion={given}", backend="serial")
+
+
+def test_a_fusion_that_diverges_ends_the_run_with_its_name(tmp_path):
+    far = "{name: finetune, training: {optimizer: {lr: 1.0e+30}}}"
+    with pytest.raises(RunError, match="the fusion made the global model non-finite"):
+        run(tmp_path, "x", f"fusion={far}", "client.per_round=2", "client.local_epochs=1", rounds=2, backend="serial")
 
 
 @pytest.mark.parametrize("name", FUSIONS)

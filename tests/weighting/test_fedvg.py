@@ -207,11 +207,36 @@ def test_smoothing_follows_the_edges():
         ({"smoothing": "graph"}, "smoothing needs one weight per unit"),
         ({"window": 2}, "window should be odd"),
         ({"norm": "delta", "scale_free": True}, "scale_free is about gradients"),
+        ({"relative_eps": 0.1, "eps": 1e-3}, "eps: 0.001 has no effect beside relative_eps"),
+        ({"window": 5}, "window: 5 has no effect without smoothing"),
+        ({"noise_floor": 0.0}, "noise_floor: 0.0 has no effect under granularity: model"),
     ],
 )
 def test_contradictions_are_refused(fields, text):
     with pytest.raises(ValueError, match=text):
         FedVG(**fields)
+
+
+def test_a_client_that_takes_all_of_a_unit_is_news():
+    """Two units are dead in client 0, whose score is like the others'."""
+    norms = [[0, 0, 3], [1, 1, 1], [1, 1, 1]]
+    weights = FedVG(granularity="tensor").weights(reports(norms), None, THREE)
+    np.testing.assert_allclose(weights.client, 1 / 3, rtol=1e-6)
+    assert "2 tensors give one client over 0.99 of their weight" in weights.notes[0]
+
+
+def test_a_high_power_neither_overflows_nor_vanishes():
+    np.testing.assert_allclose(client_weights([1e3, 1e3, 2e3], exponent=120.0), [0.5, 0.5, 0], atol=1e-12)
+    np.testing.assert_allclose(client_weights([0, 1, 1], exponent=120.0), [1, 0, 0], atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "spectral"])
+def test_a_gradient_that_is_not_finite_has_no_finite_score(norm):
+    layout = VectorLayout(("w",), ((6, 25),))
+    zeros = np.zeros(150)
+    for bad in (np.nan, np.inf):
+        probe = finished(FedVG(norm=norm), np.where(np.arange(150) == 7, bad, 1.0), zeros, zeros, layout)
+        assert not probe.finite
 
 
 def test_a_client_that_takes_all_the_weight_is_named():
@@ -243,7 +268,7 @@ def test_noise_takes_the_client_weights():
     np.testing.assert_array_equal(result.unit[:, 0], result.client)
     np.testing.assert_allclose(result.unit[:, 1], [1 / 3, 2 / 3], rtol=1e-8)
     np.testing.assert_allclose(result.unit.sum(axis=0), 1)
-    assert "1 tensors have a gradient of rounding noise" in result.notes[0]
+    assert "1 tensors take the client weights: rounding noise" in result.notes[0]
     off = FedVG(granularity="tensor", noise_floor=0.0).weights(reports(norms), None, layout)
     assert off.unit[1, 0] > 0.99
 
