@@ -100,6 +100,11 @@ def test_text_beyond_ascii(write):
     assert load_config(write(config.as_yaml())) == config
 
 
+@pytest.mark.parametrize(("given", "read"), [("false", False), ("true", True)])
+def test_a_truth_value_on_the_command_line_is_what_it_says(write, given, read):
+    assert load_config(write("seed: 0"), [f"model.pretrained={given}"]).model.pretrained is read
+
+
 # ---- YAML ----
 
 

@@ -140,3 +140,14 @@ def test_no_batch_no_step(images):
     local = local_sgd(lone, start, LocalTraining(), np.random.default_rng(0))
     assert (local.num_steps, local.loss) == (0, 0.0)
     assert torch.equal(local.params, start)
+
+
+def test_momentum_sees_the_correction():
+    """w = 1, gradient 1 + 0.5 (w - 1), momentum 0.9: v = 1, 1.85, 2.5225 and w = 0.9, 0.715, 0.46275."""
+    objective = Quadratic([0, 0, 0], [0, 0, 0])
+    start = torch.ones(3, dtype=torch.float64)
+    training = LocalTraining(local_epochs=3, batch_size=None, optimizer=OptimizerSettings(lr=0.1, momentum=0.9))
+    local = local_sgd(
+        objective, start, training, np.random.default_rng(0), correct=lambda grad, w: grad + 1 + 0.5 * (w - start)
+    )
+    np.testing.assert_allclose(local.params, 0.46275, rtol=1e-12)

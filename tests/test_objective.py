@@ -215,3 +215,35 @@ def test_recalibrated_statistics_are_those_of_the_bound_data(objective):
         recalibrated = objective.losses(batch).loss
     with objective.scoring("batch"):
         assert recalibrated == pytest.approx(objective.losses(batch).loss, rel=1e-3)
+
+
+def test_a_parameter_that_a_batch_does_not_use_has_a_gradient_of_zero(images):
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(784, 10), nn.Linear(784, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.a if len(x) == 4 else self.b)(x.flatten(1))
+
+    objective = ModelObjective(Choosing(), images)
+    small, large = objective.take(np.arange(4)), objective.take(np.arange(10))
+    half = objective.layout.size // 2
+    objective.gradient(large)
+    objective.gradient(small)
+    assert objective.grad[:half].abs().sum() > 0
+    assert (objective.grad[half:] == 0).all(), "nothing of the batch before is left"
+    objective.grad.zero_()
+    objective.add_gradient(small)
+    alone = objective.grad.clone()
+    objective.add_gradient(large)
+    assert torch.equal(objective.grad[:half], alone[:half])
+    assert objective.grad[half:].abs().sum() > 0
+
+
+def test_recalibration_is_without_dropout(images):
+    net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.BatchNorm1d(784), nn.Linear(784, 10))
+    objective = ModelObjective(net, images)
+    objective.recalibrate([objective.take(np.arange(40))])
+    pixels = torch.from_numpy(images.images).float().flatten(1) / 255
+    torch.testing.assert_close(net[2].running_mean, pixels.mean(dim=0))

@@ -12,6 +12,7 @@ import torch
 import raysim
 from raysim.config import resolve
 from raysim.errors import ConfigError, RunError
+from raysim.execution.serial import SerialExecutor
 from raysim.recording.checkpoint import read_latest
 from raysim.simulation import sample_cohort
 from raysim.state import record_checksum
@@ -229,3 +230,23 @@ def test_client_state_travels_between_rounds_and_into_checkpoints(tmp_path, monk
 
 def test_checksum_of_a_record_is_not_that_of_its_parts():
     assert record_checksum(None) == checksum()
+
+
+@pytest.mark.parametrize("algorithm", ["{name: fedavgm}", "{name: feddyn, alpha: 0.1, eval_model: active_average}"])
+def test_what_is_tested_is_the_model_of_the_round(tmp_path, monkeypatch, algorithm):
+    """The deployed model of the checkpoint, or for FedDyn's `active_average` theta + h / alpha."""
+    tested = []
+    evaluate = SerialExecutor.evaluate
+
+    def spy(self, params, buffers):
+        tested.append((params.clone(), buffers))
+        return evaluate(self, params, buffers)
+
+    monkeypatch.setattr(SerialExecutor, "evaluate", spy)
+    record = serial(tmp_path, "t", f"algorithm={algorithm}", "weighting=null")
+    assert len(tested) == 3
+    saved = read_latest(record.folder).arrays
+    expected = saved["server.params"] + (saved["server.h"] / 0.1 if "server.h" in saved else 0)
+    np.testing.assert_allclose(tested[-1][0].numpy(), expected, rtol=1e-6)
+    assert record_checksum(tested[-1][1]) == record.round_records[-1].buffers_checksum
+    assert not torch.equal(tested[0][0], tested[-1][0])

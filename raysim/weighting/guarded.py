@@ -153,7 +153,8 @@ def water_filled(weights: np.ndarray, cap: float) -> np.ndarray:
     while (over := (weights > limit) & ~full).any() and (positive & ~(full | over)).any():
         full |= over
         free = positive & ~full
-        weights = np.where(full, limit, weights * (1 - limit * full.sum()) / weights[free].sum())
+        weights = np.where(free, weights, 0.0)
+        weights = np.where(full, limit, weights / weights.sum() * (1 - limit * full.sum()))
     return normalised(weights)
 
 

@@ -53,6 +53,18 @@ def test_sensitivities_and_one_round_by_size():
     assert_example(federation(Size()).round(), "elastic.round1")
 
 
+def test_unit_weights_act_on_deltas_and_sensitivities():
+    """Two tensors, each averaged with its own weights: zeta and step by hand."""
+    run = federation(FedVG(granularity="tensor"))
+    updates, _ = run.train()
+    moved = run.round() - np.array([1, -2, 0.5])
+    unit = run.weights.unit[:, [0, 0, 1]]
+    assert not np.allclose(unit[:, 0], unit[:, 2])
+    omega = sum(unit[k] * updates[k].sensitivity.numpy() for k in updates)
+    zeta = 1.5 - omega / np.array([omega[:2].max(), omega[:2].max(), omega[2]])
+    np.testing.assert_allclose(moved, zeta * sum(unit[k] * updates[k].delta.numpy() for k in updates), rtol=1e-12)
+
+
 def test_with_fedvg_weights():
     run = federation(FedVG())
     updates, _ = run.train()

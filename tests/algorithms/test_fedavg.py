@@ -26,6 +26,11 @@ def test_two_rounds_by_size():
     assert_example(run.round(), "fedavg.round2")
 
 
+def test_weights_are_shares_of_the_cohort_not_of_all_clients():
+    """With two more clients that do not take part, the round is the same."""
+    assert_example(federation(Size(), num_clients=4).round(), "fedavg.round1")
+
+
 def test_one_round_with_uniform_weights():
     assert_example(federation(Uniform()).round(), "fedavg.uniform.round1")
 

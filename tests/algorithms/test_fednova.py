@@ -11,6 +11,7 @@ import torch
 from quadratic import LAYOUT, TRAINING, Federation, assert_example, clients, validation
 from raysim.algorithms.fedavg import FedAvg
 from raysim.algorithms.fednova import FedNova, NovaUpdate, local_work
+from raysim.algorithms.fedprox import FedProx
 from raysim.local import LocalTraining, OptimizerSettings
 from raysim.state import ServerState
 from raysim.weighting.base import Weights
@@ -97,3 +98,18 @@ def test_without_server_momentum_the_server_keeps_the_model_only():
 def test_what_has_no_closed_form_is_refused(mu, optimizer):
     with pytest.raises(ValueError, match="fednova needs"):
         FedNova(mu=mu).check(LocalTraining(optimizer=optimizer))
+
+
+@pytest.mark.parametrize(("momentum", "steps", "work"), [(0.9, 3, 5.61), (0.0, 3, 3.0)])
+def test_clients_report_the_work_of_their_optimizer(momentum, steps, work):
+    optimizer = OptimizerSettings(lr=0.1, momentum=momentum)
+    training = LocalTraining(local_epochs=steps, batch_size=None, optimizer=optimizer)
+    updates, _ = Federation(FedNova(), Size(), clients(), validation(), training).train()
+    assert updates[0].local_work == pytest.approx(work, rel=1e-12)
+
+
+def test_its_proximal_clients_are_those_of_fedprox():
+    """The penalty is the squared distance: one stronger than the norm far away, weaker nearby."""
+    nova, prox = (Federation(kind(mu=0.1), Size(), clients(), validation()).train()[0] for kind in (FedNova, FedProx))
+    for k in nova:
+        np.testing.assert_allclose(nova[k].delta, prox[k].delta, rtol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -16,10 +17,16 @@ from raysim.errors import RunError
 from raysim.execution import work
 from raysim.execution.base import Broadcast, Outcome, Packed, TrainReport, WorkItem
 from raysim.execution.serial import SerialExecutor
+from raysim.fusion.finetune import Finetune, FinetuneTraining
+from raysim.local import OptimizerSettings, Schedule, local_sgd
 from raysim.preparation import prepare
 from raysim.recording.progress import Silent
+from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.simulation import _check_enough, run_round
+from raysim.state import ServerState
 from raysim.weighting.base import Probe
+from raysim.weighting.direction import Direction
+from raysim.weighting.fedvg import FedVG
 from runs import QUICKSTART, SIX_CLIENTS, settings
 
 
@@ -124,6 +131,94 @@ def test_outcomes_are_taken_out_for_the_right_reasons():
         outcome = Outcome(3, 0, train=report(), probe=Probe(np.array(norms), loss=loss, correct=1, count=2))
         outcome.check_probe()
         assert (outcome.status, outcome.reason) == ("excluded", "non-finite validation gradient or loss")
+    inside = Outcome(3, 0, train=report(), probe=Probe(loss=1.0, parts=(None, Probe(np.array([np.nan])))))
+    inside.check_probe()
+    assert inside.status == "excluded", "a part of a combination counts as well"
+
+
+def test_a_client_draws_anew_in_every_round(prepared):
+    setup, state = prepared.setup, prepared.initial
+    objective, item = work.build_objective(setup), WorkItem(0, 0, None, prepared.population.num_examples[0])
+    deltas = [
+        work.train_client(setup, objective, Broadcast.of(number, state.server, state.buffers), item, Packed(None, {}))[
+            0
+        ]
+        for number in (1, 2)
+    ]
+    assert deltas[0]["delta"].tobytes() != deltas[1]["delta"].tobytes()
+
+
+def moved(prepared) -> Broadcast:
+    """A later global model: other parameters, other statistics."""
+    state = prepared.initial
+    floats = state.buffers.floats + 0.3
+    return Broadcast.of(2, ServerState(state.server.params * 1.1), work.Buffers(floats, state.buffers.ints))
+
+
+@pytest.mark.parametrize("mode", ["batch", "running", "recalibrate"])
+def test_reference_and_probe_are_taken_at_their_own_models(prepared, mode):
+    """The reference at the round's global model, the probe at the client's, each with its own statistics."""
+    setup = replace(prepared.setup, weighting=Direction(), scoring=replace(prepared.setup.scoring, batch_norm=mode))
+    objective, broadcast = work.build_objective(setup), moved(prepared)
+
+    def by_hand(params, buffers) -> np.ndarray:
+        own = work.build_objective(setup)
+        own.load(params, buffers)
+        batches = [own.take(indices) for shard in setup.scoring_shards for indices in shard]
+        if mode == "recalibrate":
+            with work.torch_settings(setup, own.device):
+                own.recalibrate(batches)
+        own.grad.zero_()
+        with work.torch_settings(setup, own.device), own.scoring(mode):
+            for batch in batches:
+                own.add_gradient(batch)
+        return own.grad.double().numpy()
+
+    server, buffers = broadcast.server.unpack(), broadcast.buffers.unpack()
+    found = work.reference_at(setup, objective, broadcast)
+    np.testing.assert_array_equal(found["gradient"], by_hand(server.params, buffers))
+    setup = replace(setup, weighting=FedVG())
+    arrays = {"delta": 0.01 * np.ones(objective.layout.size, np.float32)}
+    arrays |= {work.BUFFER_FLOATS: buffers.floats.numpy() + np.float32(0.2), work.BUFFER_INTS: buffers.ints.numpy()}
+    probe, _ = work.probe_client(setup, objective, broadcast, arrays, None, client_id=0)
+    own = work.Buffers(torch.from_numpy(arrays[work.BUFFER_FLOATS]), buffers.ints)
+    gradient = by_hand(server.params + torch.from_numpy(arrays["delta"]), own) / len(setup.validation)
+    norms = [np.abs(gradient[part]).sum() for part in objective.layout.slices]
+    np.testing.assert_allclose(probe.values, norms, rtol=1e-6)
+
+
+def test_the_global_model_is_tested_with_its_own_statistics(prepared):
+    setup, state = prepared.setup, prepared.initial
+    packed = Packed.of(state.server), Packed.of(state.buffers)
+    fresh = work.evaluate_shard(setup, work.build_objective(setup), *packed, 0)
+    used = work.build_objective(setup)
+    used.load(state.server.params + 1, work.Buffers(state.buffers.floats + 5, state.buffers.ints + 5))
+    again = work.evaluate_shard(setup, used, *packed, 0)
+    for a, b in zip(dataclasses.astuple(fresh), dataclasses.astuple(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_fusion_trains_the_merged_model_on_the_validation_set(prepared):
+    """Against the same training by hand: merged parameters and averaged statistics, training mode, the round's rate."""
+    schedule = Schedule(name="step", factor=0.5)
+    training = FinetuneTraining(batch_size=32, optimizer=OptimizerSettings(lr=0.1, schedule=schedule))
+    setup = replace(prepared.setup, fusion=Finetune(training=training))
+    broadcast, state = moved(prepared), prepared.initial
+    merged, buffers = (
+        ServerState(state.server.params * 0.9),
+        work.Buffers(state.buffers.floats + 0.1, state.buffers.ints + 4),
+    )
+    used = work.build_objective(setup)
+    fused = work.fuse_models(setup, used, broadcast, Packed.of(merged), Packed.of(buffers), np.ones(1), ())
+    own = work.build_objective(setup).on(setup.validation)
+    own.load(merged.params, buffers)
+    rng = rng_for(setup.seed, Purpose.FUSION, round_num=2)
+    halved = replace(training, optimizer=OptimizerSettings(lr=0.05))
+    with work.torch_settings(setup, own.device), torch_seeded_from(rng), own.training():
+        local = local_sgd(own, merged.params, halved, rng)
+    np.testing.assert_array_equal(fused.params, local.params.numpy())
+    np.testing.assert_array_equal(fused.buffers.arrays["floats"], own.buffers.floats.numpy())
+    assert int(fused.buffers.arrays["ints"][0]) > int(buffers.ints[0]), "statistics were refreshed"
 
 
 @pytest.mark.parametrize(

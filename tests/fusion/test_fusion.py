@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -124,6 +125,9 @@ def test_a_run_ends_below_the_loss_of_one_without(tmp_path, name):
     )
     assert with_it.result["final"]["loss"] < plain.result["final"]["loss"]
     assert f"{name}: " in (with_it.folder / "run.log").read_text()
+    if name == "fedlaw":
+        learned = re.findall(r"largest weight (\S+)", (with_it.folder / "run.log").read_text())
+        assert [f"{weight:.3f}" for weight in with_it.rounds["weight_max"].to_pylist()] == learned
     config = (with_it.folder / "config.yaml").read_text()
     assert f"name: {name}" in config
     assert json.loads((with_it.folder / "result.json").read_text())["status"] == "finished"

@@ -167,9 +167,9 @@ def test_scale_free_scores_survive_rescaling_a_unit(norm):
     assert (
         finished(plain, gradient / scale, params * scale).values[0] < 1e-3 * finished(plain, gradient, params).values[0]
     )
-    two = np.sqrt((gradient[:2] ** 2).sum() * (params[:2] ** 2).sum())
-    if norm == "l2":
-        assert before[0] == pytest.approx(two, rel=1e-12)
+    order = 1 if norm == "l1" else 2  # Both tensors have one dimension.
+    by_hand = [np.linalg.norm(gradient[part], order) * np.linalg.norm(params[part], order) for part in LAYOUT.slices]
+    np.testing.assert_allclose(before, by_hand, rtol=1e-12)
 
 
 THREE = VectorLayout(("a", "b", "c"), ((1,), (1,), (1,)))
@@ -271,6 +271,28 @@ def test_noise_takes_the_client_weights():
     assert "1 tensors take the client weights: rounding noise" in result.notes[0]
     off = FedVG(granularity="tensor", noise_floor=0.0).weights(reports(norms), None, layout)
     assert off.unit[1, 0] > 0.99
+
+
+@pytest.mark.parametrize(("norm", "power"), [("l1", 1.0), ("l2", 0.5), ("spectral", 0.5)])
+@pytest.mark.parametrize("scale_free", [False, True])
+def test_noise_is_judged_per_element(norm, power, scale_free):
+    """A genuine tensor of one element beside two of 10,000: alike per element, far apart as norms; then real noise."""
+    layout = VectorLayout(("big", "bigger", "one"), ((10_000,), (10_000,), (1,)))
+    sizes = np.array([10_000.0, 10_000.0, 1.0]) ** (2 * power if scale_free else power)
+    weighting = FedVG(norm=norm, granularity="tensor", scale_free=scale_free)
+    genuine = weighting.weights(reports([1.0 * sizes, 2.0 * sizes]), None, layout)
+    assert genuine.notes == ()
+    noise = np.array([1.0, 1e-4, 1.0])
+    noisy = weighting.weights(reports([noise * sizes, 2.0 * sizes]), None, layout)
+    np.testing.assert_array_equal(noisy.unit[:, 1], noisy.client)
+    assert "1 tensors take the client weights" in noisy.notes[0]
+
+
+def test_scoring_twice_gives_the_same_sums():
+    objective = validation()
+    objective.params.copy_(torch.tensor(START))
+    first, second = (FedVG().accumulate(objective, [objective.everything()]) for _ in range(2))
+    np.testing.assert_array_equal(first["gradient"], second["gradient"])
 
 
 class TestAuthorsNumbers:
