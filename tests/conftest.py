@@ -5,9 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 
 from raysim.data.arrays import ImageSet
+
+# Two threads that wait for each other on a busy machine make a small convolution take a hundred times as long.
+torch.set_num_threads(1)
 
 # On a busy machine an example may take long; a test has its own time limit.
 settings.register_profile("raysim", deadline=None)

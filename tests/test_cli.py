@@ -168,6 +168,7 @@ def test_a_wrong_fault_is_explained(file, monkeypatch):
     assert "RAYSIM_FAULT: 'kind=explode' is not kind=kill|raise|sleep|nan" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["client: {local_epoch: 5}", RAY + "client: {num_cpus: 64}}"])
 def test_a_wrong_configuration_ends_the_process_soon(text, file):
     file.write_text(text, encoding="utf-8")
@@ -360,6 +361,7 @@ def test_an_interrupted_run_keeps_its_finished_rounds(file, tmp_path, monkeypatc
     check_interrupted(tmp_path / "runs" / "tiny")
 
 
+@pytest.mark.slow
 def test_a_terminated_process_ends_soon_and_keeps_its_finished_rounds(file, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYSIM_FAULT", "kind=sleep,round=2,seconds=100")
     with process("run", file) as running:

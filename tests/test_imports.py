@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 HEAVY = ("torch", "ray", "pydantic", "pyarrow", "numpy")
 
 STEPS = """
@@ -47,6 +49,7 @@ def test_the_registries_and_local_steps_load_neither_ray_nor_torchs_compiler():
     assert loaded(STEPS, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
 
 
+@pytest.mark.slow
 def test_checking_a_serial_run_loads_no_ray(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{name: mlp}}\nexecution: {{backend: serial}}\noutput: {{dir: '{tmp_path}'}}\n")

@@ -25,6 +25,8 @@ def test_purposes_keep_their_numbers():
         "COHORT": 4,
         "LOCAL": 5,
         "SCORING": 6,
+        "SUBSET": 7,
+        "FUSION": 8,
     }
 
 
