@@ -140,7 +140,7 @@ class RunConfig(Section):
         assert self.weighting is not None
         if self.weighting.clips and type(self.algorithm).init_client is not Algorithm.init_client:
             raise ValueError(
-                f"weighting: clip shortens updates in the weighted mean only; {self.algorithm.name} keeps sums of whole ones too"
+                f"weighting: clip shortens updates in the mean only; {self.algorithm.name} keeps sums of whole ones too"
             )
         if self.fusion is not None:
             self.fusion.check(self.algorithm, self.weighting)
