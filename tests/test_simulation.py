@@ -250,3 +250,13 @@ def test_what_is_tested_is_the_model_of_the_round(tmp_path, monkeypatch, algorit
     np.testing.assert_allclose(tested[-1][0].numpy(), expected, rtol=1e-6)
     assert record_checksum(tested[-1][1]) == record.round_records[-1].buffers_checksum
     assert not torch.equal(tested[0][0], tested[-1][0])
+
+
+def test_a_weighting_decides_on_weights_and_nothing_else(tmp_path):
+    """Accuracy weights, directly and as a mixture of themselves: the same run."""
+    accuracy = "{name: accuracy}"
+    mixed = f"{{name: mix, first: {accuracy}, second: {accuracy}}}"
+    first, second = (
+        serial(tmp_path, name, f"weighting={given}", rounds=1) for name, given in (("a", accuracy), ("b", mixed))
+    )
+    assert checksums(first) == checksums(second)

@@ -65,6 +65,15 @@ def test_unit_weights_act_on_deltas_and_sensitivities():
     np.testing.assert_allclose(moved, zeta * sum(unit[k] * updates[k].delta.numpy() for k in updates), rtol=1e-12)
 
 
+def test_clipping_shortens_deltas_and_leaves_sensitivities_whole():
+    run = federation(Size())
+    updates, _ = run.train()
+    clipped = Weights(np.array([0.75, 0.25]), factors=np.array([0.1, 1.0]))
+    after = run.algorithm.server_update(run.server, run.cohort(updates, clipped)).params.numpy()
+    deltas = 0.075 * updates[0].delta.numpy() + 0.25 * updates[1].delta.numpy()
+    np.testing.assert_allclose(after, np.array(START) + example("elastic.zeta") * deltas, rtol=1e-12)
+
+
 def test_with_fedvg_weights():
     run = federation(FedVG())
     updates, _ = run.train()

@@ -138,3 +138,9 @@ def test_taking_examples_copies():
     np.testing.assert_array_equal(taken.labels, [2, 0])
     assert not np.shares_memory(taken.images, part.images)
     assert dataclasses.is_dataclass(taken)
+
+
+def test_a_name_is_whole_or_unknown():
+    """CIFAR-100 is not CIFAR-10 with something behind it."""
+    with pytest.raises(ConfigError, match=r"data\.name: unknown data set 'cifar100' \(did you mean cifar10\?\)"):
+        load_dataset(DataSettings(name="cifar100"))
