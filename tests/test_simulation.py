@@ -260,3 +260,10 @@ def test_a_weighting_decides_on_weights_and_nothing_else(tmp_path):
         serial(tmp_path, name, f"weighting={given}", rounds=1) for name, given in (("a", accuracy), ("b", mixed))
     )
     assert checksums(first) == checksums(second)
+
+
+def test_a_server_step_out_of_all_bounds_is_not_deployed(tmp_path):
+    with pytest.raises(RunError, match="round 1: the server's step made the global model non-finite"):
+        serial(tmp_path, "x", "algorithm={name: fedavgm, server_lr: 1.0e+42}")
+    record = raysim.load(tmp_path / "x")
+    assert record.result["status"] == "failed"

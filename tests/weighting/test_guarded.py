@@ -97,6 +97,12 @@ def test_loss_gate_against_chance():
     np.testing.assert_allclose(weights.client, [0, 0.5, 0.5], rtol=1e-7)
 
 
+def test_both_gates_are_the_stricter_of_the_two():
+    reference = {"loss": np.array(20.0), "correct": np.array(1), "count": np.array(10)}
+    weights = Guarded(loss_margin=0.5, chance_margin=0.05).weights(reports([1, 1], losses=[0.5, 1.0]), reference, ONE)
+    assert weights.rejected == {1: "validation loss 1 above the gate's 0.6585"}
+
+
 def test_who_is_rejected_does_not_shape_the_weights_of_the_others():
     """eps: 0 gives a vanishing norm everything, a relative eps follows the median: both are taken among those that pass."""
     losses = [0.0, 0.0, 9.0, 9.0, 9.0]
