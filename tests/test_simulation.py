@@ -267,3 +267,19 @@ def test_a_server_step_out_of_all_bounds_is_not_deployed(tmp_path):
         serial(tmp_path, "x", "algorithm={name: fedavgm, server_lr: 1.0e+42}")
     record = raysim.load(tmp_path / "x")
     assert record.result["status"] == "failed"
+
+
+def test_who_is_stopped_at_the_gate_has_no_part_in_the_round(tmp_path):
+    """Recorded with its loss and the reason, without weight and without a control variate."""
+    gate = "{name: guarded, of: {name: size}, loss_margin: 0.8}"
+    record = serial(tmp_path, "g", "algorithm.name=scaffold", f"weighting={gate}", rounds=1)
+    rows = clients(record)
+    stopped = [row for row in rows if row["status"] == "excluded"]
+    kept = [row for row in rows if row["status"] == "ok"]
+    assert stopped
+    assert kept
+    assert all("above the gate's" in row["reason"] and row["weight"] is None for row in stopped)
+    assert min(row["validation_loss"] for row in stopped) > max(row["validation_loss"] for row in kept)
+    total = sum(row["num_examples"] for row in kept)
+    assert [row["weight"] for row in kept] == pytest.approx([row["num_examples"] / total for row in kept])
+    assert set(read_latest(record.folder).clients) == {row["client_id"] for row in kept}
