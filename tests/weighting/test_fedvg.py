@@ -275,10 +275,11 @@ def test_noise_takes_the_client_weights():
 
 @pytest.mark.parametrize(("norm", "power"), [("l1", 1.0), ("l2", 0.5), ("spectral", 0.5)])
 @pytest.mark.parametrize("scale_free", [False, True])
-def test_noise_is_judged_per_element(norm, power, scale_free):
-    """A genuine tensor of one element beside two of 10,000: alike per element, far apart as norms; then real noise."""
-    layout = VectorLayout(("big", "bigger", "one"), ((10_000,), (10_000,), (1,)))
-    sizes = np.array([10_000.0, 10_000.0, 1.0]) ** (2 * power if scale_free else power)
+@pytest.mark.parametrize("counts", [(10_000, 10_000, 1), (4_000_000, 1, 1)])
+def test_noise_is_judged_per_element(norm, power, scale_free, counts):
+    """Tensors alike per element and far apart as norms are all genuine; a thousandth of that is noise."""
+    layout = VectorLayout(("a", "b", "c"), tuple((count,) for count in counts))
+    sizes = np.array(counts, dtype=float) ** (2 * power if scale_free else power)
     weighting = FedVG(norm=norm, granularity="tensor", scale_free=scale_free)
     genuine = weighting.weights(reports([1.0 * sizes, 2.0 * sizes]), None, layout)
     assert genuine.notes == ()
