@@ -37,6 +37,7 @@ class RoundResult:
     weights: Weights | None
     use: PoolUse
     aggregate_s: float
+    driver_bytes: int = 0
 
 
 class Recorder:
@@ -107,9 +108,22 @@ class Recorder:
             self._board.write_round(record, ())
 
     def commit(
-        self, result: RoundResult, metrics: Metrics | None, begun: tuple[datetime, float], evaluate_s: float
+        self,
+        result: RoundResult,
+        metrics: Metrics | None,
+        begun: tuple[datetime, float],
+        ended: tuple[datetime, float] | None,
+        evaluate_s: float,
     ) -> RoundRecord:
-        """Make a round permanent: checkpoint, then its rows and events."""
+        """Make a round permanent: checkpoint, then its rows and events.
+
+        Args:
+            result: What was computed.
+            metrics: Of its model on the test set; None if it was not tested.
+            begun: When the round began.
+            ended: When the next round began; None: not yet, so the checkpoint is part of the round.
+            evaluate_s: Seconds that the test took.
+        """
         state, outcomes, use = result.state, result.outcomes, result.use
         clock = time.perf_counter()
         every = self._config.output.checkpoint_every
@@ -117,12 +131,13 @@ class Recorder:
             self._checkpoint(state)
         counts = Counter(outcome.status for outcome in outcomes)
         weights = None if result.weights is None else result.weights.client
-        ended, now = self.now()
+        now = self.now()
+        finished, until = ended or now
         record = RoundRecord(
             round_num=state.round_num,
             started=begun[0],
-            finished=ended,
-            round_s=now - begun[1],
+            finished=finished,
+            round_s=until - begun[1],
             sampled=len(outcomes),
             ok=counts["ok"],
             skipped=counts["skipped"],
@@ -135,7 +150,8 @@ class Recorder:
             score_tail_s=use.score_tail_seconds,
             aggregate_s=result.aggregate_s,
             evaluate_s=evaluate_s,
-            commit_s=now - clock,
+            commit_s=now[1] - clock,
+            driver_bytes=result.driver_bytes,
             client_utilisation=use.client_utilisation,
             scorer_utilisation=use.scorer_utilisation,
             retries=use.retries,

@@ -7,10 +7,11 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from raysim.algorithms.base import Coefficients, Cohort
 from raysim.config import RunConfig, load_config
 from raysim.data.partition import Partition
 from raysim.errors import ConfigError, RunError
+from raysim.evaluation import Metrics
 from raysim.execution.base import Broadcast, Executor, Observer, Outcome, Packed, WorkItem
 from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
@@ -144,12 +146,15 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
         round_num,
         server,
         buffers,
-        {**state.clients, **{client: o.state for client, o in changed.items()}},
+        # The states that changed last come last.
+        {k: s for k, s in state.clients.items() if k not in changed} | {k: o.state for k, o in changed.items()},
         {**state.client_checksums, **{client: str(o.train.state_checksum) for client, o in changed.items() if o.train}},
     )
+    for outcome in outcomes:
+        outcome.update = None  # Its vectors are dropped before the next round makes new ones.
     sampled = {outcome.client_id: outcome for outcome in outcomes}
     complete = [sampled.get(i.client_id) or Outcome(i.client_id, i.position, "skipped", "no examples") for i in items]
-    return RoundResult(after, complete, weights, use, time.perf_counter() - started)
+    return RoundResult(after, complete, weights, use, time.perf_counter() - started, executor.traffic())
 
 
 def _fused(
@@ -237,8 +242,8 @@ def run(
                 with contextlib.closing(recorder):
                     logger.info("ready after %.1f s", time.perf_counter() - clock)
                     begun = True
-                    for record in rounds(prepared, executor, recorder, progress):
-                        progress.round_finished(record)
+                    for _ in rounds(prepared, executor, recorder, progress):
+                        pass
                     recorder.check_updated()
     except BaseException as error:
         if begun:
@@ -327,22 +332,64 @@ def make_executor(prepared: Prepared, progress: Progress) -> Executor:
 
 
 def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress: Progress) -> Iterator[RoundRecord]:
-    """The rounds of a run, one after the other: each is yielded once it is committed."""
+    """The rounds of a run, each yielded once it is committed.
+
+    A round's model may be tested while the next round trains; its row is written as soon as the test is in.
+    """
     config, state, algorithm = prepared.config, prepared.initial, prepared.setup.algorithm
-    recorder.initial(state, executor.evaluate(algorithm.evaluated(state.server), state.buffers))
-    while state.round_num < config.rounds:
-        begun = recorder.now()
-        round_num = state.round_num + 1
-        progress.round_started(round_num, config.cohort_size, scored=prepared.setup.weighting.needs_probe)
-        result = run_round(prepared, state, executor, progress)
-        _tell(round_num, result, progress)
-        state = result.state
-        clock = time.perf_counter()
-        due = round_num % config.evaluation.every == 0 or round_num == config.rounds
-        metrics = executor.evaluate(algorithm.evaluated(state.server), state.buffers) if due else None
-        record = recorder.commit(result, metrics, begun, time.perf_counter() - clock)
-        del result  # Its updates are dropped before the next round makes new ones.
-        yield record
+    committed: deque[RoundRecord] = deque()
+    executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
+    try:
+        while state.round_num < config.rounds:
+            begun = recorder.now()
+            round_num = state.round_num + 1
+            progress.round_started(round_num, config.cohort_size, scored=prepared.setup.weighting.needs_probe)
+            result = run_round(prepared, state, executor, progress)
+            executor.drain()
+            _tell(round_num, result, progress)
+            state = result.state
+            ending = _Ending(result, recorder, begun, then=[committed.append, progress.round_finished])
+            if round_num % config.evaluation.every == 0 or round_num == config.rounds:
+                executor.evaluate(algorithm.evaluated(state.server), state.buffers, ending.commit)
+            else:
+                ending.commit(None)
+            if round_num < config.rounds:
+                ending.ended = recorder.now()
+            del result
+            while committed:
+                yield committed.popleft()
+        executor.drain()
+    except Exception:
+        with contextlib.suppress(Exception):
+            executor.drain(limit_s=10.0)  # Lest a round that was computed is lost with the one after it.
+        raise
+    yield from committed
+
+
+class _Ending:
+    """A round that is computed, until its row is written.
+
+    Attributes:
+        ended: When the next round began; before that, and for the last round, testing and writing belong to the round.
+    """
+
+    def __init__(
+        self,
+        result: RoundResult,
+        recorder: Recorder,
+        begun: tuple[datetime, float],
+        then: Sequence[Callable[[RoundRecord], None]],
+    ) -> None:
+        self._result, self._recorder, self._begun, self._then = result, recorder, begun, then
+        self._computed = time.perf_counter()
+        self.ended: tuple[datetime, float] | None = None
+
+    def commit(self, metrics: Metrics | None) -> None:
+        """Make the round permanent."""
+        seconds = time.perf_counter() - self._computed if metrics is not None else 0.0
+        record = self._recorder.commit(self._result, metrics, self._begun, self.ended, seconds)
+        for then in self._then:
+            then(record)
 
 
 def _tell(round_num: int, result: RoundResult, progress: Progress) -> None:

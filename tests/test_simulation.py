@@ -238,9 +238,9 @@ def test_what_is_tested_is_the_model_of_the_round(tmp_path, monkeypatch, algorit
     tested = []
     evaluate = SerialExecutor.evaluate
 
-    def spy(self, params, buffers):
+    def spy(self, params, buffers, then):
         tested.append((params.clone(), buffers))
-        return evaluate(self, params, buffers)
+        evaluate(self, params, buffers, then)
 
     monkeypatch.setattr(SerialExecutor, "evaluate", spy)
     record = serial(tmp_path, "t", f"algorithm={algorithm}", "weighting=null")

@@ -6,7 +6,8 @@ them in actors, scoring overlapped with training. Their numbers are equal bit fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
@@ -286,8 +287,14 @@ class Executor(Protocol):
     ) -> FusedModel:
         """The fusion of a cohort's models after the server's step, on one scorer."""
 
-    def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
-        """Metrics of a global model on the test set."""
+    def evaluate(self, params: Vector, buffers: Buffers, then: Callable[[Metrics], None]) -> None:
+        """Test a global model on the test set. `then` is told its metrics: at once, or while later work goes on."""
+
+    def drain(self, limit_s: float = math.inf) -> None:
+        """Wait for every test that was begun, at most `limit_s`."""
+
+    def traffic(self) -> int:
+        """Bytes of vectors that went over the network from or to the driver since the last call."""
 
     def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
         """Take over another run with the processes as they are; False, and nothing is changed, if it needs other ones."""

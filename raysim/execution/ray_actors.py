@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from raysim.cohort import Coefficients
 from raysim.evaluation import ShardPredictions
 from raysim.execution.base import Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.faults import strike
 from raysim.execution.work import (
+    accumulate_shards,
     add_groups,
     build_objective,
     evaluate_shard,
+    finish_probe,
     fuse_models,
     probe_client,
     reference_at,
@@ -63,6 +67,25 @@ class WorkActor:
         return probe_client(
             self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
         )
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    def accumulate(
+        self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays, shard: int
+    ) -> tuple[Sums, float]:
+        """Two objects: the sums over one shard stay on this node, the seconds they took travel inline."""
+        started = time.perf_counter()
+        strike(self._setup.faults, "score", client_id, broadcast.round_num, attempt)
+        shards = self._setup.scoring_shards[shard : shard + 1]
+        (sums,) = accumulate_shards(self._setup, self._objective, broadcast, arrays, shards)
+        return sums, time.perf_counter() - started
+
+    def finish(
+        self, broadcast: Broadcast, arrays: Arrays, reference: Sums | None, seconds: float, *shards: Sums
+    ) -> tuple[Probe, float]:
+        """The probe of a model whose shards took `seconds` elsewhere."""
+        started = time.perf_counter()
+        probe = finish_probe(self._setup, self._objective, broadcast, arrays, shards, reference)
+        return probe, seconds + time.perf_counter() - started
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def sum(self, coefficients: Mapping[str, Coefficients], *updates: Arrays) -> tuple[Arrays, int]:

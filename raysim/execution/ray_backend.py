@@ -35,8 +35,7 @@ class RayBackend:
         self._group = group
         self._run_id = uuid.uuid4().hex[:8]
         self._actors: dict[str, Any] = {}
-        self._vectors: dict[str, tuple[Any, ...]] = {}
-        self._slots: dict[Ref, str] = {}
+        self._vectors: dict[Ref, tuple[str, tuple[Any, ...]]] = {}
 
     def start(self, slot: str, generation: int) -> Ref:
         """Begin to create an actor: `client-3` or `scorer-0`."""
@@ -62,7 +61,7 @@ class RayBackend:
         return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:
-        """Run a unit; of training and of a group's sum only the short report is waited for, vectors stay where they are."""
+        """Run a unit; of training and of sums only the short report is waited for, vectors stay where they are."""
         actor = self._actors[slot]
         if unit.kind == "train":
             item, broadcast, state = unit.payload
@@ -71,14 +70,19 @@ class RayBackend:
         elif unit.kind == "sum":
             *vectors, report = actor.sum.remote(*unit.payload)
             ref = self._keep(slot, vectors, report)
+        elif unit.kind == "accumulate":
+            key, *payload = unit.payload
+            *vectors, report = actor.accumulate.remote(key, unit.attempt, *payload)
+            ref = self._keep(slot, vectors, report)
         elif unit.kind == "score":
-            ref = actor.score.remote(unit.key, unit.attempt, *unit.payload)
+            key, *payload = unit.payload
+            ref = actor.score.remote(key, unit.attempt, *payload)
         else:
             ref = getattr(actor, unit.kind).remote(*unit.payload)
         return ref
 
     def _keep(self, slot: str, vectors: Sequence[Any], report: Ref) -> Ref:
-        self._vectors[slot], self._slots[report] = tuple(vectors), slot
+        self._vectors[report] = slot, tuple(vectors)
         return report
 
     def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
@@ -92,7 +96,7 @@ class RayBackend:
 
     def result(self, ref: Ref) -> Any:
         """The value; for training and for sums the report with the references of the vectors."""
-        vectors = self._vectors.pop(self._slots.pop(ref, ""), None)
+        _, vectors = self._vectors.pop(ref, ("", None))
         try:
             with signals_heard():
                 value = ray.get(ref)
@@ -110,8 +114,7 @@ class RayBackend:
     def kill(self, slot: str) -> None:
         """End the slot's actor and forget what it was running, or a unit given up would stay in memory."""
         actor = self._actors.pop(slot, None)
-        self._vectors.pop(slot, None)
-        self._slots = {ref: name for ref, name in self._slots.items() if name != slot}
+        self._vectors = {ref: kept for ref, kept in self._vectors.items() if kept[0] != slot}
         if actor is not None:
             ray.kill(actor, no_restart=True)
 

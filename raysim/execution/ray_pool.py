@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ class Unit:
         near: Node that holds its largest inputs: an actor there takes it before others, None: no matter.
         again_when_late: A unit that runs over its time is run again elsewhere instead of ending with the time-out.
         attempt: 1 the first time.
+        then: Told how it ended.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Unit:
     near: str | None = None
     again_when_late: bool = False
     attempt: int = 1
+    then: Callable[[Done], None] = lambda done: None
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,24 @@ class Backend(Protocol):
 
 
 @dataclass
+class _InFlight:
+    unit: Unit
+    ref: Ref
+    since: float
+    """When it began to run, as far as the driver knows: when the one before it on its actor ended."""
+
+
+@dataclass
 class _Slot:
     name: str
     generation: int = 0
     failures: int = 0
     pid: int = 0
     node: str = ""
-    ref: Ref | None = None
-    unit: Unit | None = None
+    starting: Ref | None = None
     since: float = 0.0
+    work: list[_InFlight] = field(default_factory=list)
+    """In the order of submission; the first runs, the others wait at the actor."""
 
     @property
     def label(self) -> str:
@@ -113,8 +125,10 @@ class _Slot:
 
 @dataclass
 class Pool:
-    """Actors of one role and the units that wait for them. One unit is in flight per actor.
+    """Actors of one role and the units that wait for them.
 
+    An actor gets a second unit while its first runs, so that it need not wait for the driver in between; but only while more
+    units wait than there are actors, so that at the end of a round nothing waits at a busy actor while another is idle.
     A slot whose actor cannot be replaced is given up while others are left; the run ends when none is.
 
     Attributes:
@@ -123,6 +137,7 @@ class Pool:
         backend: Makes and asks the actors.
         retries: How often a unit is run again after its actor died, and how often a slot may fail to start in a row.
         start_timeout_s: Longest time an actor may take to answer for the first time.
+        depth: Most units in flight per actor.
         clock: Seconds; tests replace it.
     """
 
@@ -131,6 +146,7 @@ class Pool:
     backend: Backend
     retries: int = 2
     start_timeout_s: float = 120.0
+    depth: int = 2
     clock: Callable[[], float] = time.monotonic
     busy_seconds: float = 0.0
     retried: int = 0
@@ -146,7 +162,7 @@ class Pool:
     def adopt(self) -> None:
         """Have all actors, which are idle, take over another run."""
         for slot in self._slots.values():
-            slot.since, slot.ref = self.clock(), self.backend.adopt(slot.name)
+            slot.since, slot.starting = self.clock(), self.backend.adopt(slot.name)
 
     @property
     def lost_slots(self) -> int:
@@ -155,87 +171,117 @@ class Pool:
 
     @property
     def refs(self) -> list[Ref]:
-        """All references that something will come back on."""
-        return [slot.ref for slot in self._slots.values() if slot.ref is not None]
+        """All references that something will come back on, those of one actor in the order in which it works."""
+        found: list[Ref] = []
+        for slot in self._slots.values():
+            found += [slot.starting] if slot.starting is not None else [work.ref for work in slot.work]
+        return found
 
     @property
     def unfinished(self) -> bool:
         """Whether units wait or run."""
-        return bool(self._queue) or any(slot.unit is not None for slot in self._slots.values())
+        return bool(self._queue) or any(slot.work for slot in self._slots.values())
 
     @property
     def starting(self) -> bool:
         """Whether an actor has not answered yet."""
-        return any(slot.ref is not None and slot.unit is None for slot in self._slots.values())
+        return any(slot.starting is not None for slot in self._slots.values())
+
+    @property
+    def idle(self) -> int:
+        """Actors that will have nothing to do once every waiting unit is handed out."""
+        return max(0, sum(not slot.work for slot in self._slots.values()) - len(self._queue))
 
     def put(self, unit: Unit) -> None:
         """Queue a unit. If its home was given up, any actor may run it."""
-        self._queue.append(unit if unit.home in self._slots else replace(unit, home=None))
+        unit = unit if unit.home is None or unit.home in self._slots else replace(unit, home=None)
+        insort(self._queue, unit, key=lambda waiting: -waiting.cost)
 
     def dispatch(self) -> None:
-        """Hand units to idle actors.
+        """Hand units to actors: to idle ones first.
 
-        Each takes one whose inputs are on its node, if there is any, else any that it may run; among those the largest, among
-        equals the one that waits longest.
+        Each takes the largest that it may run, among equals the one that waits longest; but if that one's inputs are on
+        another node, the first of those whose inputs are on its own, if there are any. Only an idle one takes others.
         """
-        for slot in self._slots.values():
-            if slot.ref is None and (unit := self._pick(slot)) is not None:
-                self._queue.remove(unit)
-                slot.unit, slot.since = unit, self.clock()
-                slot.ref = self.backend.submit(slot.name, unit)
-                logger.info("%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt)
+        for depth in range(self.depth):
+            for slot in self._slots.values():
+                if slot.starting is not None or len(slot.work) != depth:
+                    continue
+                if depth and len(self._queue) <= len(self._slots):
+                    return
+                if (unit := self._pick(slot, far=not depth)) is not None:
+                    self._queue.remove(unit)
+                    slot.work.append(_InFlight(unit, self.backend.submit(slot.name, unit), self.clock()))
+                    logger.info(
+                        "%s %s on %s pid %d attempt %d", unit.label, unit.kind, slot.label, slot.pid, unit.attempt
+                    )
 
-    def _pick(self, slot: _Slot) -> Unit | None:
+    def _pick(self, slot: _Slot, *, far: bool) -> Unit | None:
         mine = (unit for unit in self._queue if unit.home in (None, slot.name))
-        return max(mine, key=lambda unit: (unit.near == slot.node, unit.cost), default=None)
+        first = next(mine, None)
+        if first is None or first.near in (None, slot.node):
+            return first
+        return next((unit for unit in mine if unit.near == slot.node), first if far else None)
 
     def collect(self, ref: Ref) -> Done | None:
         """Take what came back on a ready reference; None if no unit ended by it."""
-        slot = next(slot for slot in self._slots.values() if slot.ref == ref)
-        unit, slot.unit, slot.ref = slot.unit, None, None
         now = self.clock()
-        if unit is None:
-            self._started(slot, ref)
-            return None
-        self.busy_seconds += now - slot.since
+        for slot in self._slots.values():
+            if slot.starting == ref:
+                slot.starting = None
+                self._started(slot, ref)
+                return None
+            for index, work in enumerate(slot.work):
+                if work.ref == ref:
+                    return self._ended(slot, index, now)
+        return None  # Of an actor that has been replaced in the meantime.
+
+    def _ended(self, slot: _Slot, index: int, now: float) -> Done | None:
+        work = slot.work.pop(index)
+        unit, started = work.unit, work.since if index == 0 else now
+        self.busy_seconds += now - started
+        if index == 0 and slot.work:
+            slot.work[0].since = now
         place = Place(slot.label, slot.pid, slot.node, unit.attempt)
         try:
-            value = self.backend.result(ref)
+            value = self.backend.result(work.ref)
         except ActorLost as lost:
-            since = slot.since
             self._replace(slot, str(lost))
-            return None if self._again(unit) else Done(unit, None, lost, place, since, now)
+            return None if self._again(unit) else Done(unit, None, lost, place, started, now)
         except (InputLost, UnitFailed) as error:
-            return Done(unit, None, error, place, slot.since, now)
-        return Done(unit, value, None, place, slot.since, now)
+            return Done(unit, None, error, place, started, now)
+        return Done(unit, value, None, place, started, now)
 
     def expire(self) -> list[Done]:
         """End what runs over its time: a unit, replacing its actor, or the wait for an actor that does not start."""
         now = self.clock()
         ended = []
         for slot in list(self._slots.values()):
-            unit, late = slot.unit, now - slot.since
-            if unit is None and slot.ref is not None and late > self.start_timeout_s:
+            if slot.starting is not None and now - slot.since > self.start_timeout_s:
                 self._give_up(
                     slot, f"it did not start within {self.start_timeout_s:.0f} s; other jobs may hold its resources"
                 )
-            elif unit is not None and unit.timeout_s is not None and late > unit.timeout_s:
-                if self.backend.wait([slot.ref], 0.0):
-                    continue  # It ended just now.
-                place = Place(slot.label, slot.pid, slot.node, unit.attempt)
-                self.busy_seconds += late
-                error = TimeoutError(f"timed out after {unit.timeout_s:g} s")
-                since = slot.since
-                self._replace(slot, f"{unit.label} {unit.kind} {error}")
-                again = unit.again_when_late and self._again(unit)
-                if not again:
-                    ended.append(Done(unit, None, error, place, since, now))
+            elif slot.work and (done := self._expired(slot, slot.work[0], now)) is not None:
+                ended.append(done)
         return ended
+
+    def _expired(self, slot: _Slot, work: _InFlight, now: float) -> Done | None:
+        unit, late = work.unit, now - work.since
+        if unit.timeout_s is None or late <= unit.timeout_s or self.backend.wait([work.ref], 0.0):
+            return None  # In time, or it ended just now.
+        place = Place(slot.label, slot.pid, slot.node, unit.attempt)
+        self.busy_seconds += late
+        error = TimeoutError(f"timed out after {unit.timeout_s:g} s")
+        slot.work.remove(work)
+        self._replace(slot, f"{unit.label} {unit.kind} {error}")
+        if unit.again_when_late and self._again(unit):
+            return None
+        return Done(unit, None, error, place, work.since, now)
 
     def _start(self, slot: _Slot) -> None:
         slot.generation += 1
-        slot.since, slot.unit, slot.pid = self.clock(), None, 0
-        slot.ref = self.backend.start(slot.name, slot.generation)
+        slot.since, slot.pid = self.clock(), 0
+        slot.starting = self.backend.start(slot.name, slot.generation)
 
     def _started(self, slot: _Slot, ref: Ref) -> None:
         try:
@@ -255,16 +301,24 @@ class Pool:
     def _replace(self, slot: _Slot, why: str) -> None:
         logger.warning("%s (pid %d) is replaced: %s", slot.label, slot.pid, why.splitlines()[0] if why else "died")
         self.backend.kill(slot.name)
+        self._hand_back(slot)
         self._start(slot)
 
     def _give_up(self, slot: _Slot, why: str) -> None:
         """Go on without a slot; units that only it was to run may go anywhere."""
         self.backend.kill(slot.name)
+        self._hand_back(slot)
         del self._slots[slot.name]
         if not self._slots:
             raise RunError(f"no {self.role} actor is left: {slot.label}: {why}")
         logger.warning("%s is given up, %d %s actors are left: %s", slot.label, len(self._slots), self.role, why)
         self._queue = [replace(unit, home=None) if unit.home == slot.name else unit for unit in self._queue]
+
+    def _hand_back(self, slot: _Slot) -> None:
+        """Queue what waited at an actor that is gone: it never ran, so it is no further attempt."""
+        for work in slot.work:
+            self.put(work.unit)
+        slot.work.clear()
 
     def _again(self, unit: Unit) -> bool:
         """Queue a unit once more if it has attempts left."""
@@ -275,21 +329,20 @@ class Pool:
         return True
 
 
-def run_until_done(
-    pools: Sequence[Pool], backend: Backend, handle: Callable[[Done], None], *, tick_s: float = 1.0
-) -> None:
-    """Run all pools until no unit waits or runs; `handle` gets each ended unit and may put new ones."""
-    while any(pool.unfinished for pool in pools):
+def run_until(pools: Sequence[Pool], backend: Backend, finished: Callable[[], bool], *, tick_s: float = 1.0) -> None:
+    """Run all pools until `finished`; each unit that ends is told to its `then`, which may put new ones."""
+    while not finished():
         for pool in pools:
             pool.dispatch()
         owners = {ref: pool for pool in pools for ref in pool.refs}
-        for ref in backend.wait(list(owners), tick_s):
-            done = owners[ref].collect(ref)
-            if done is not None:
-                handle(done)
+        assert owners, "work is unfinished and nothing is in flight"
+        ready = set(backend.wait(list(owners), tick_s))
+        ended = [owners[ref].collect(ref) for ref in owners if ref in ready]
         for pool in pools:
-            for done in pool.expire():
-                handle(done)
+            ended += pool.expire()
+        for done in ended:
+            if done is not None:
+                done.unit.then(done)
 
 
 def wait_until_started(pools: Sequence[Pool], backend: Backend, *, tick_s: float = 1.0) -> None:

@@ -6,10 +6,11 @@ wrapped but raised where they happen.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -93,12 +94,19 @@ class SerialExecutor:
         updates = [outcome.update for outcome in outcomes]
         return fuse_models(self._setup, self._objective, broadcast, merged, buffers, weights, updates)
 
-    def evaluate(self, params: Vector, buffers: Buffers) -> Metrics:
+    def evaluate(self, params: Vector, buffers: Buffers, then: Callable[[Metrics], None]) -> None:
         """Metrics on the test set, shard by shard."""
         setup = self._setup
         packed = Packed.of(ServerState(params)), Packed.of(buffers)
         shards = [evaluate_shard(setup, self._objective, *packed, i) for i in range(len(setup.evaluation_shards))]
-        return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
+        then(metrics_of(setup.test.labels, shards, setup.input_spec.num_classes))
+
+    def drain(self, limit_s: float = math.inf) -> None:
+        """Nothing is ever left to wait for."""
+
+    def traffic(self) -> int:
+        """There is no network."""
+        return 0
 
     def fetch(self, handle: Any) -> Any:
         """The handle itself."""

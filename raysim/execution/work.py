@@ -27,6 +27,9 @@ from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_an
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
 from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums
 
+Shard = Sequence[np.ndarray]
+"""Part of the validation set: batches, each the positions of its images."""
+
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
 
@@ -133,17 +136,41 @@ def probe_client(
     """
     started = time.perf_counter()
     strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
+    sums = accumulate_shards(setup, objective, broadcast, arrays, setup.scoring_shards)
+    return finish_probe(setup, objective, broadcast, arrays, sums, reference), time.perf_counter() - started
+
+
+def accumulate_shards(
+    setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, shards: Sequence[Shard]
+) -> list[Sums]:
+    """The weighting's sums for one client's model over each of some shards."""
     with torch_settings(setup, objective.device):
-        server = broadcast.server.unpack(objective.device)
-        params = server.params + as_tensor(arrays["delta"], objective.device)
-        buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
         bound = objective.on(setup.validation)
-        bound.load(params, buffers)
+        buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
+        bound.load(_trained_params(broadcast, arrays, objective.device), buffers)
         _recalibrate(setup, bound, setup.weighting.needs)
         with bound.scoring(setup.scoring.batch_norm):
-            sums = add_sums(setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
-        probe = setup.weighting.finish(sums, Scored(params, server.params, bound.layout, reference))
-    return probe, time.perf_counter() - started
+            return [setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in shards]
+
+
+def finish_probe(
+    setup: Setup,
+    objective: ModelObjective,
+    broadcast: Broadcast,
+    arrays: Arrays,
+    shards: Sequence[Sums],
+    reference: Sums | None,
+) -> Probe:
+    """The probe of one client's model from its sums over all shards, in their order."""
+    with torch_settings(setup, objective.device):
+        params = _trained_params(broadcast, arrays, objective.device)
+        global_params = broadcast.server.unpack(objective.device).params
+        return setup.weighting.finish(add_sums(shards), Scored(params, global_params, objective.layout, reference))
+
+
+def _trained_params(broadcast: Broadcast, arrays: Arrays, device: torch.device) -> torch.Tensor:
+    params: torch.Tensor = broadcast.server.unpack(device).params + as_tensor(arrays["delta"], device)
+    return params
 
 
 def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
@@ -263,7 +290,7 @@ def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs) -> None:
         bound.recalibrate(batch for shard in setup.scoring_shards for batch in _batches(bound, shard))
 
 
-def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:
+def _batches(bound: ModelObjective, shard: Shard) -> Iterator[Batch]:
     return (bound.take(indices) for indices in shard)
 
 

@@ -105,7 +105,7 @@ class _Cohort:
         self.num_trained = self.num_scored = 0
 
     def finish(self, record: RoundRecord) -> str | None:
-        """The remaining time as text; None where it is not known."""
+        """The remaining time as text; None where it is not known. The next round may have begun."""
         if self._begin is None:
             return None
         self._done += 1
@@ -152,9 +152,7 @@ class PlainProgress:
         left = cohort.finish(record)
         parts = [f"round {record.round_num}/{cohort.rounds}", *_metrics(record)]
         if record.sampled:
-            parts.append(f"clients {cohort.num_trained}/{record.sampled}")
-            parts += [f"scored {cohort.num_scored}"] if cohort.is_scored else []
-            parts += _faults(record)
+            parts += [f"clients {record.ok}/{record.sampled}", *_faults(record)]
         parts += [f"{record.round_s:.1f} s", *([f"eta {left}"] if left else [])]
         self._print("  ".join(parts))
 

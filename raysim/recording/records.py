@@ -87,7 +87,7 @@ class RoundRecord:
         round_num: The round, 1 = first.
         started: Begin of the round, with time zone.
         finished: End of the round, with time zone.
-        round_s: Seconds of the round up to its checkpoint.
+        round_s: Seconds from its begin to that of the next round; of the last one, to its checkpoint.
         sampled: Clients of the cohort.
         ok: Clients whose update was used.
         skipped: Clients without anything to train on.
@@ -104,11 +104,12 @@ class RoundRecord:
         train_s: Seconds from the first dispatch to the last update.
         score_tail_s: Seconds from the last update being ready to the last score.
         aggregate_s: Seconds of weighting and summing.
-        evaluate_s: Seconds of evaluating the global model.
+        evaluate_s: Seconds of evaluating the global model; the next round may have begun in the meantime.
         commit_s: Seconds of writing the checkpoint; the rows and events of the round follow it.
         client_utilisation: Share of the client actors' time spent training while the cohort was trained and scored.
         scorer_utilisation: The same for the scorers.
         retries: Units of work that were run again.
+        driver_bytes: Bytes of vectors that the driver sent to other nodes and got from them.
         params_checksum: Checksum of the global parameters after the round.
         buffers_checksum: Checksum of the global buffers.
         server_checksum: Checksum of the server state.
@@ -141,6 +142,7 @@ class RoundRecord:
     client_utilisation: float | None = None
     scorer_utilisation: float | None = None
     retries: int = 0
+    driver_bytes: int = 0
     params_checksum: str
     buffers_checksum: str
     server_checksum: str

@@ -9,6 +9,7 @@
     layer/<unit>/norm_median                                                  norm of the validation gradient, by unit
     time/train  /score_tail  /aggregate  /evaluate  /commit  /round           seconds
     pool/client/utilisation  pool/scorer/utilisation                          0 to 1
+    pool/driver_bytes                                                         of vectors, over the network
     fault/retries  fault/failed  fault/excluded  fault/skipped
     config                                                                    a text card: the resolved configuration
 
@@ -124,6 +125,7 @@ class TensorBoardWriter:
             yield f"time/{name}", getattr(round_record, f"{name}_s")
         yield "pool/client/utilisation", round_record.client_utilisation
         yield "pool/scorer/utilisation", round_record.scorer_utilisation
+        yield "pool/driver_bytes", round_record.driver_bytes
         for name in ("retries", "failed", "excluded", "skipped"):
             yield f"fault/{name}", getattr(round_record, name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from raysim.execution.ray_pool import (
     Pool,
     Unit,
     UnitFailed,
-    run_until_done,
+    run_until,
     wait_until_started,
 )
 
@@ -85,8 +86,8 @@ def started(backend: FakeBackend, count: int = 2, **fields: Any) -> Pool:
 def run(pool: Pool, backend: FakeBackend, units: Sequence[Unit]) -> dict[int, Done]:
     done: dict[int, Done] = {}
     for unit in units:
-        pool.put(unit)
-    run_until_done([pool], backend, lambda d: done.__setitem__(d.unit.key, d))
+        pool.put(replace(unit, then=lambda d: done.__setitem__(d.unit.key, d)))
+    run_until([pool], backend, lambda: not pool.unfinished)
     return done
 
 
@@ -102,10 +103,54 @@ def test_every_unit_ends_once_whatever_the_order(order):
     assert sum(entry[0] == "submit" for entry in backend.log) == 10
 
 
-def test_largest_first_and_one_in_flight_per_actor():
+def submitted(backend: FakeBackend) -> list[tuple[str, int]]:
+    return [(entry[1], entry[3]) for entry in backend.log if entry[0] == "submit"]
+
+
+def test_largest_first():
     backend = FakeBackend()
     run(started(backend), backend, units(1, 5, 3, 4))
-    assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [1, 3, 2, 0]
+    assert [key for _, key in submitted(backend)] == [1, 3, 2, 0]
+
+
+def test_a_second_unit_is_in_flight_per_actor_while_enough_others_wait():
+    backend = FakeBackend()
+    pool = started(backend)
+    for unit in units(*range(7, 0, -1)):
+        pool.put(unit)
+    pool.dispatch()
+    assert submitted(backend) == [("client-0", 0), ("client-1", 1), ("client-0", 2), ("client-1", 3)][:4]
+    assert len(pool.refs) == 4
+    assert pool.idle == 0
+    first = pool.refs[0]
+    pool.collect(first)
+    pool.dispatch()
+    assert submitted(backend)[4:] == [("client-0", 4)], "three units wait for two actors"
+    pool.collect(pool.refs[0])
+    pool.dispatch()
+    assert submitted(backend)[5:] == [], "two units wait for two actors: client-1 may end first and take one"
+
+
+def test_what_waits_at_an_actor_that_dies_is_no_further_attempt():
+    def die_once(slot, unit):
+        return ActorLost("killed") if unit.key == 0 and unit.attempt == 1 else (slot, unit.attempt)
+
+    backend = FakeBackend(die_once)
+    done = run(started(backend, 1), backend, units(5, 4, 3, 2, 1))
+    assert {key: d.place.attempt for key, d in done.items()} == {0: 2, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert all(d.error is None for d in done.values())
+    assert [key for _, key in submitted(backend)][:4] == [0, 1, 0, 1], "both are handed out again"
+
+
+def test_the_time_of_a_unit_begins_when_the_one_before_it_ended():
+    backend = FakeBackend(order=lambda refs: refs[:1])
+    pool = started(backend, 1)
+    done: list[Done] = []
+    for unit in units(3, 2, 1):
+        pool.put(replace(unit, timeout_s=2.5, then=done.append))
+    run_until([pool], backend, lambda: len(done) == 3)
+    assert [d.error for d in done] == [None] * 3, "each took one tick, the second had waited for another"
+    assert pool.busy_seconds == 3.0
 
 
 def test_equal_units_go_first_in_first_out():
@@ -120,7 +165,7 @@ def test_an_actor_takes_what_lies_on_its_node_before_anything_larger_and_nobody_
     near = [Unit("score", key, cost=key, near=node) for key, node in enumerate("abbbb")]
     run(started(backend), backend, near)
     taken = [entry[1:4:2] for entry in backend.log if entry[0] == "submit"]
-    assert taken == [("client-0", 0), ("client-1", 4), ("client-0", 3), ("client-1", 2), ("client-0", 1)]
+    assert taken == [("client-0", 0), ("client-1", 4), ("client-1", 3), ("client-0", 2), ("client-1", 1)]
 
 
 def test_actors_that_die_while_they_take_over_another_run_are_replaced():
@@ -178,11 +223,11 @@ def test_lost_input_is_handed_back():
 def test_a_unit_that_runs_over_its_time_ends_and_its_actor_is_replaced():
     backend = FakeBackend()
     pool = started(backend, 1)
-    pool.put(Unit("train", 0, timeout_s=5.0))
+    done: list[Done] = []
+    pool.put(Unit("train", 0, timeout_s=5.0, then=done.append))
     pool.dispatch()
     backend.hanging = set(pool.refs)
-    done = []
-    run_until_done([pool], backend, done.append)
+    run_until([pool], backend, lambda: bool(done))
     assert isinstance(done[0].error, TimeoutError)
     assert "5 s" in str(done[0].error)
     assert ("start", "client-0", 2) in backend.log
@@ -202,23 +247,23 @@ def test_pinned_units_wait_for_their_own_actor_even_after_it_died():
 def test_a_late_unit_may_be_run_again_elsewhere():
     backend = FakeBackend()
     pool = started(backend, 2)
-    pool.put(Unit("score", 7, timeout_s=5.0, again_when_late=True))
+    done: list[Done] = []
+    pool.put(Unit("score", 7, timeout_s=5.0, again_when_late=True, then=done.append))
     pool.dispatch()
     backend.hanging = set(pool.refs)
-    done: list[Done] = []
-    run_until_done([pool], backend, done.append)
+    run_until([pool], backend, lambda: bool(done))
     assert (done[0].error, done[0].unit.attempt, pool.retried) == (None, 2, 1)
 
 
 def test_a_unit_that_ended_just_in_time_is_not_thrown_away():
     backend = FakeBackend()
     pool = started(backend, 1)
-    pool.put(Unit("train", 0, timeout_s=5.0))
+    done: list[Done] = []
+    pool.put(Unit("train", 0, timeout_s=5.0, then=done.append))
     pool.dispatch()
     backend.now += 100
     assert pool.expire() == []
-    done: list[Done] = []
-    run_until_done([pool], backend, done.append)
+    run_until([pool], backend, lambda: bool(done))
     assert done[0].value == ("client-0", 0, 1)
 
 
@@ -245,10 +290,7 @@ def test_a_slot_that_cannot_be_replaced_is_given_up_while_others_are_left():
     pinned = [Unit("train", k, home=f"client-{k % 2}") for k in range(6)]
     done = run(pool, backend, pinned)
     assert {d.value for d in done.values()} == {"client-1"}
-    pool.put(Unit("train", 9, home="client-0"))
-    done.clear()
-    run_until_done([pool], backend, lambda d: done.__setitem__(d.unit.key, d))
-    assert done[9].value == "client-1"
+    assert run(pool, backend, [Unit("train", 9, home="client-0")])[9].value == "client-1"
 
 
 def test_an_actor_that_dies_at_every_start_ends_the_run_if_it_is_the_last():
@@ -271,15 +313,12 @@ def test_two_pools_work_together_and_busy_time_is_counted():
     wait_until_started([scorers], backend)
     scored = []
 
-    def handle(done: Done) -> None:
-        if done.unit.kind == "train":
-            scorers.put(Unit("score", done.unit.key))
-        else:
-            scored.append(done.unit.key)
+    def trained(done: Done) -> None:
+        scorers.put(Unit("score", done.unit.key, then=lambda done: scored.append(done.unit.key)))
 
     for unit in units(3, 2, 1):
-        clients.put(unit)
-    run_until_done([clients, scorers], backend, handle)
+        clients.put(replace(unit, then=trained))
+    run_until([clients, scorers], backend, lambda: len(scored) == 3)
     assert sorted(scored) == [0, 1, 2]
     assert clients.busy_seconds == 3.0, "each unit took one tick of the fake clock"
     assert scorers.busy_seconds == 3.0

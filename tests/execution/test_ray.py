@@ -243,7 +243,6 @@ def test_an_update_that_is_lost_before_the_sum_is_made_again(tmp_path, monkeypat
         assert executor.sums(outcomes, coefficients)["delta"].tobytes() == whole.tobytes()
         assert lost == []
         assert executor._backend._vectors == {}
-        assert executor._backend._slots == {}
 
 
 def test_scoring_that_runs_over_its_time_is_done_by_another_scorer(tmp_path, monkeypatch):

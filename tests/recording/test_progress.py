@@ -46,8 +46,8 @@ def test_one_line_per_round(plain, clock, make_round):
     # Lines are not wrapped to the console's width of 40; brackets are text. Remaining: 29 and 28 rounds of 1.8 s.
     assert plain.file.getvalue().splitlines() == [
         "round 0/30  accuracy 0.1000  loss 2.303  1.8 s",
-        "round 1/30  clients 10/10  scored 10  1.8 s  eta 0:52",
-        "round 2/30  accuracy 0.8125  loss 0.61  clients 10/10  scored 10  1.8 s  eta 0:50",
+        "round 1/30  clients 10/10  1.8 s  eta 0:52",
+        "round 2/30  accuracy 0.8125  loss 0.61  clients 10/10  1.8 s  eta 0:50",
         "[bold]client 3[/] failed: a sentence longer than the console is wide",
     ]
 
@@ -62,7 +62,7 @@ def test_faults_and_the_last_round(plain, clock, make_round):
     progress.client_trained(0)
     progress.round_finished(make_round(30, sampled=2, ok=1, skipped=1, updated=True))
     assert plain.file.getvalue().splitlines() == [
-        "round 29/30  clients 1/4  excluded 1  failed 3  no usable update  3723.0 s  eta 1:02:03",
+        "round 29/30  clients 0/4  excluded 1  failed 3  no usable update  3723.0 s  eta 1:02:03",
         "round 30/30  clients 1/2  skipped 1  1.8 s",
     ]
 
