@@ -194,7 +194,8 @@ def _plan_lines(config: RunConfig, prepared: Any) -> list[str]:
     from raysim.execution.ray_plan import local_nodes, make_plan, starts_ray
 
     if starts_ray(config.execution):
-        return make_plan(config.execution, local_nodes(config.execution), prepared.demand).lines()
+        nodes = local_nodes(config.execution, prepared.demand.store_bytes)
+        return make_plan(config.execution, nodes, prepared.demand).lines()
     from raysim.execution.ray_connection import cluster_nodes, connect
 
     connection = connect(config.execution)

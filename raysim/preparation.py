@@ -23,7 +23,7 @@ from raysim.models.base import InputSpec
 from raysim.models.graph import module_edges
 from raysim.objective import ModelObjective
 from raysim.seeding import Purpose, rng_for
-from raysim.state import Buffers, Population, RoundState
+from raysim.state import Buffers, Population, RoundState, num_bytes
 from raysim.weighting.base import Needs
 
 PASSES: dict[Needs, float] = {"nothing": 0.0, "vectors": 0.0, "losses": 1 / 3, "gradient": 1.0}
@@ -64,7 +64,17 @@ class Prepared:
             clients=self.population.num_clients,
             scoring_ratio=PASSES[setup.weighting.needs] * len(setup.validation) / max(trained, 1.0),
             model_bytes=4 * self.population.layout.size,
+            store_bytes=self._store_bytes(),
         )
+
+    def _store_bytes(self) -> float:
+        """Of a round: the updates of the cohort; of the run: the clients' states up to their budget, and the data."""
+        setup, params = self.setup, self.initial.server.params
+        vector, buffers = num_bytes(params), num_bytes(self.initial.buffers)
+        updates = self.config.cohort_size * (setup.algorithm.update_vectors * vector + buffers)
+        states = self.population.num_clients * num_bytes(setup.algorithm.init_client(params))
+        images = num_bytes([setup.train.images, setup.validation.images, setup.test.images])
+        return updates + min(states, self.config.execution.state_cache_mb * 2**20) + images + 4 * vector
 
 
 @dataclass(frozen=True)
@@ -179,7 +189,9 @@ def prepare(config: RunConfig) -> Prepared:
         notes=tuple(notes),
     )
     if starts_ray(config.execution):
-        make_plan(config.execution, local_nodes(config.execution), prepared.demand)  # For its errors.
+        make_plan(
+            config.execution, local_nodes(config.execution, prepared.demand.store_bytes), prepared.demand
+        )  # For its errors.
     return prepared
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 
 from raysim.errors import RunError
 from raysim.evaluation import Metrics
-from raysim.execution.base import Executor, Outcome, PoolUse
+from raysim.execution.base import Executor, Outcome, PoolUse, StoredState
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, write_checkpoint, write_client_state
 from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
 from raysim.recording.tensorboard import TensorBoardWriter
-from raysim.state import RoundState, record_checksum, to_arrays
+from raysim.state import RoundState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
 from raysim.weighting.base import Weights
 
@@ -51,6 +51,9 @@ class Recorder:
         self._records: list[RoundRecord] = []
         self._initial: RoundRecord | None = None
         self._files: dict[int, ClientFile] = {}
+        client_state = prepared.setup.algorithm.init_client(prepared.initial.server.params)
+        self._state_kind = None if client_state is None else type(client_state)
+        self._state_bytes = num_bytes(client_state)
         (self.folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
         setup = prepared.setup
         setup.partition.write(self.folder / "partition.parquet", labels=setup.train.labels)
@@ -166,13 +169,32 @@ class Recorder:
         self._records.append(record)
         return record
 
+    def within_budget(self, state: RoundState) -> RoundState:
+        """The state with those of the clients in files, used longest ago first, that exceed `execution.state_cache_mb`."""
+        held = [client for client, handle in state.clients.items() if not isinstance(handle, StoredState)]
+        budget = self._config.execution.state_cache_mb * 2**20
+        excess = len(held) - int(budget // self._state_bytes) if self._state_bytes else 0
+        if excess <= 0:
+            return state
+        assert self._state_kind is not None
+        stored = {
+            client: StoredState(self._state_kind, self.folder, self._client_file(state, client))
+            for client in held[:excess]
+        }
+        return replace(state, clients={**state.clients, **stored})
+
+    def _client_file(self, state: RoundState, client: int) -> ClientFile:
+        """The file with the client's state, written if there is none yet."""
+        digest, known = state.client_checksums[client], self._files.get(client)
+        if known is None or known.checksum != digest:
+            packed = self._executor.fetch(state.clients[client])
+            name = write_client_state(self.folder, client, state.round_num, packed.arrays)
+            known = self._files[client] = ClientFile(name, digest)
+        return known
+
     def _checkpoint(self, state: RoundState) -> None:
-        for client, digest in state.client_checksums.items():
-            known = self._files.get(client)
-            if known is None or known.checksum != digest:
-                packed = self._executor.fetch(state.clients[client])
-                name = write_client_state(self.folder, client, state.round_num, packed.arrays)
-                self._files[client] = ClientFile(name, digest)
+        for client in state.client_checksums:
+            self._client_file(state, client)
         arrays = {f"server.{name}": array for name, array in to_arrays(state.server).items()}
         arrays |= {f"buffers.{name}": array for name, array in to_arrays(state.buffers).items()}
         clients = {str(k): {"file": entry.file, "checksum": entry.checksum} for k, entry in self._files.items()}

@@ -347,7 +347,7 @@ def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress:
             result = run_round(prepared, state, executor, progress)
             executor.drain()
             _tell(round_num, result, progress)
-            state = result.state
+            state = recorder.within_budget(result.state)
             ending = _Ending(result, recorder, begun, then=[committed.append, progress.round_finished])
             if round_num % config.evaluation.every == 0 or round_num == config.rounds:
                 executor.evaluate(algorithm.evaluated(state.server), state.buffers, ending.commit)

@@ -85,7 +85,8 @@ class RoundState:
         round_num: Rounds done; 0 is the initial model.
         server: The algorithm's server state.
         buffers: Buffers of the global model.
-        clients: By client id, a handle of the executor to the client's state; a client that never took part has none.
+        clients: By client id, a handle of the executor to the client's state, or where it is stored; those that changed last
+            come last. A client that never took part has none.
         client_checksums: By client id, the checksum of that state.
     """
 
@@ -129,6 +130,19 @@ def as_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Te
         # Arrays out of the object store are read-only and torch cannot express that; nobody writes to records.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array).to(device)
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of the arrays and tensors in a record, a mapping or a sequence."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(num_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(num_bytes, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return sum(num_bytes(getattr(value, item.name)) for item in dataclasses.fields(value))
+    return 0
 
 
 def record_checksum(record: Any) -> str:

@@ -37,7 +37,9 @@ NUMERICS = (
 )
 FAMILIES = {"algorithms", "weighting", "fusion"}
 WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation"}
-WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "backend", "executor")}
+WITH_RAY = {
+    f"raysim.execution.ray_{part}" for part in ("actors", "backend", "cohort", "connection", "executor", "traffic")
+}
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 import raysim
 from raysim.config import resolve
 from raysim.errors import ConfigError, RunError
+from raysim.execution.base import StoredState
 from raysim.execution.serial import SerialExecutor
-from raysim.recording.checkpoint import read_latest
+from raysim.recording.checkpoint import ClientFile, read_latest
 from raysim.simulation import sample_cohort
-from raysim.state import record_checksum
+from raysim.state import ServerState, record_checksum
 from raysim.vector import checksum
 from runs import QUICKSTART, SIX_CLIENTS, checksums, run
 
@@ -283,3 +284,22 @@ def test_who_is_stopped_at_the_gate_has_no_part_in_the_round(tmp_path):
     total = sum(row["num_examples"] for row in kept)
     assert [row["weight"] for row in kept] == pytest.approx([row["num_examples"] / total for row in kept])
     assert set(read_latest(record.folder).clients) == {row["client_id"] for row in kept}
+
+
+def test_client_states_beyond_their_budget_are_kept_in_files(tmp_path, monkeypatch):
+    """Six control variates of 176 kB; with a budget of two, four are read from files, and the run is the same."""
+    loaded = []
+    load = StoredState.load
+    monkeypatch.setattr(StoredState, "load", lambda self: loaded.append(self.file.file) or load(self))
+    settings = ("algorithm.name=scaffold", "output.checkpoint_every=2")
+    whole = serial(tmp_path, "w", *settings, rounds=3)
+    assert loaded == []
+    small = serial(tmp_path, "s", *settings, "execution.state_cache_mb=0.4", rounds=3)
+    assert checksums(small) == checksums(whole)
+    assert sorted(loaded) == sorted(f"clients/{k:05d}-{r:05d}.npz" for r in (1, 2) for k in range(4))
+
+
+def test_a_stored_state_that_is_gone_is_an_error_that_names_the_file(tmp_path):
+    state = StoredState(ServerState, tmp_path, ClientFile("clients/00001-00001.npz", "00"))
+    with pytest.raises(RunError, match=r"a client's state cannot be read: .*00001-00001.npz"):
+        state.load()

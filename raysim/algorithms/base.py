@@ -29,11 +29,13 @@ class Algorithm(Section, ABC, Generic[S, K, Up]):
     Attributes:
         default_weighting: The weighting of the method's paper, used when a configuration names none.
         averages: Whether the server's step on the model is the weighted mean of the clients' models and nothing else.
+        update_vectors: Vectors of the model's size in an update, for the plan of memory.
     """
 
     name: str
     default_weighting: ClassVar[str] = "size"
     averages: ClassVar[bool] = False
+    update_vectors: ClassVar[int] = 1
 
     def check(self, training: LocalTraining) -> None:
         """Refuse local training that the method is not defined for.

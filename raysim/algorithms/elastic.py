@@ -20,7 +20,7 @@ train on the examples used for them. With FedVG: its weights act on the deltas a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -75,6 +75,7 @@ class Elastic(Algorithm[ServerState, None, ElasticUpdate]):
         when: Sensitivity before or after local training, at theta or at theta_k.
     """
 
+    update_vectors: ClassVar[int] = 2
     name: Literal["elastic"] = "elastic"
     tau: NonNegative = 0.5
     mu: Fraction = 0.95

@@ -68,6 +68,7 @@ class Scaffold(Algorithm[ScaffoldServer, ScaffoldClient, ScaffoldUpdate]):
     stateless: bool = False
 
     default_weighting: ClassVar[str] = "uniform"
+    update_vectors: ClassVar[int] = 2
 
     def check(self, training: LocalTraining) -> None:
         """Only plain SGD makes `(x - y) / sum lr` the mean gradient."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from raysim.algorithms.base import AnyAlgorithm
 from raysim.cohort import Coefficients
 from raysim.data.arrays import ImageSet
 from raysim.data.partition import Partition
+from raysim.errors import RunError
 from raysim.evaluation import Metrics
 from raysim.execution.faults import Fault
 from raysim.execution.ray_plan import Demand
@@ -25,6 +27,7 @@ from raysim.execution.settings import ExecutionSettings
 from raysim.fusion.base import Fusion
 from raysim.local import LocalTraining
 from raysim.models.base import InputSpec, ModelSettings
+from raysim.recording.checkpoint import ClientFile, read_client_state
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
 from raysim.vector import Vector
 from raysim.weighting.base import Probe, Report, ScoringSettings, Sums, Weighting
@@ -100,6 +103,32 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class StoredState:
+    """A client's state that lies in a file of the run's checkpoints, and nowhere else.
+
+    Attributes:
+        kind: Its type.
+        folder: The run folder.
+        file: Where it is, with its checksum.
+    """
+
+    kind: type
+    folder: Path
+    file: ClientFile
+
+    def load(self) -> Packed:
+        """Read it.
+
+        Raises:
+            RunError: The file is gone or damaged.
+        """
+        try:
+            return Packed(self.kind, read_client_state(self.folder, self.file))
+        except (OSError, ValueError) as error:
+            raise RunError(f"a client's state cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
 class Broadcast:
     """What every client and scorer of a round receives, put once."""
 
@@ -120,7 +149,7 @@ class WorkItem:
     Attributes:
         client_id: Who.
         position: Its place in the sampled cohort; decides its group in sums.
-        state: The executor's handle to its state, None before its first part.
+        state: The executor's handle to its state, or where it is stored; None before its first part.
         num_examples: n_k, the expected work.
     """
 
@@ -237,6 +266,8 @@ class PoolUse:
         client_utilisation: Busy share of the client actors until the last update.
         scorer_utilisation: Busy share of the scorer actors until the last score.
         retries: Units run again because their actor died.
+        client_seconds: Busy seconds of all client actors.
+        scorer_seconds: Busy seconds of all scorer actors.
     """
 
     train_seconds: float = 0.0
@@ -244,6 +275,8 @@ class PoolUse:
     client_utilisation: float | None = None
     scorer_utilisation: float | None = None
     retries: int = 0
+    client_seconds: float = 0.0
+    scorer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from raysim.errors import RunError
-from raysim.execution.base import Observer, Outcome, Packed, PoolUse, Setup, WorkItem
+from raysim.execution.base import Observer, Outcome, Packed, PoolUse, Setup, StoredState, WorkItem
 from raysim.execution.cost import CostModel
 from raysim.execution.ray_pool import ActorLost, Done, InputLost, Pool, Unit, UnitFailed
 from raysim.weighting.base import Sums
@@ -86,17 +86,19 @@ class CohortRun:
             client_utilisation=_share(spent[0], train * len(self._clients.slots)),
             scorer_utilisation=_share(spent[1], total * len(self._scorers.slots)) if scored else None,
             retries=sum(pool.retried for pool in pools) - retried,
+            client_seconds=spent[0],
+            scorer_seconds=spent[1],
         )
         return [self._outcomes[item.client_id] for item in items], self._reference, use
 
     def _put(self, item: WorkItem, cost: float) -> None:
-        state = Packed(None, {}) if item.state is None else item.state
+        state = ray.put(item.state.load()) if isinstance(item.state, StoredState) else item.state
         outcome = Outcome(item.client_id, item.position, started=datetime.now(UTC))
         unit = Unit(
             "train",
             item.client_id,
             f"round {self._round_num} client {item.client_id}",
-            (item, self._broadcast, state),
+            (replace(item, state=None), self._broadcast, Packed(None, {}) if state is None else state),
             cost=cost,
             timeout_s=self._setup.client_timeout_s,
             home=f"client-{item.client_id}" if self._per_client else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 
 from raysim.errors import ConfigError
-from raysim.execution.ray_plan import Node, Plan
+from raysim.execution.ray_plan import STORE_FULL, Node, Plan, local_nodes
 from raysim.execution.settings import ExecutionSettings
 
 logger = logging.getLogger("raysim.ray")
@@ -37,8 +37,12 @@ class Connection:
             ray.shutdown()
 
 
-def connect(settings: ExecutionSettings) -> Connection:
+def connect(settings: ExecutionSettings, store_bytes: float = 0.0) -> Connection:
     """Use the Ray this process is connected to, else `execution.address` or `RAY_ADDRESS`, else start one here.
+
+    Args:
+        settings: Where and how.
+        store_bytes: What the run keeps in the object store, for the size of the one of a Ray that is started here.
 
     Raises:
         ConfigError: The cluster cannot be reached.
@@ -54,12 +58,12 @@ def connect(settings: ExecutionSettings) -> Connection:
         if address:
             ray.init(address=address, **quiet)
         else:
-            memory = settings.object_store_memory_mb
+            (node,) = local_nodes(settings, store_bytes / STORE_FULL)
             ray.init(
                 address="local",
                 num_cpus=settings.num_cpus,
                 num_gpus=settings.num_gpus,
-                object_store_memory=memory * 2**20 if memory else None,
+                object_store_memory=int(node.store),
                 include_dashboard=False,
                 **quiet,
             )
@@ -82,6 +86,7 @@ def cluster_nodes() -> list[Node]:
             cpus=node["Resources"].get("CPU", 0.0),
             gpus=node["Resources"].get("GPU", 0.0),
             memory=node["Resources"].get("memory", 0.0),
+            store=node["Resources"].get("object_store_memory", 0.0),
         )
         for node in ray.nodes()
         if node["Alive"]

@@ -29,7 +29,7 @@ from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_cohort import CohortRun
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
-from raysim.execution.ray_plan import Demand, make_plan
+from raysim.execution.ray_plan import Demand, better_split, make_plan, round_seconds
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
@@ -40,6 +40,8 @@ from raysim.weighting.base import Sums
 
 logger = logging.getLogger("raysim.ray")
 
+ADVICE_AFTER = 3
+"""Rounds after which a run says whether another division of its actors would be faster."""
 START_SECONDS_PER_ACTOR = 15.0
 """Allowance for starting one actor process on a busy core, beyond `execution.resource_timeout_s`."""
 
@@ -61,9 +63,11 @@ class RayExecutor:
         self._setup = setup
         self._settings = settings
         self._demand = demand
-        self._connection: Connection = connect(settings)
+        self._connection: Connection = connect(settings, demand.store_bytes)
         self._group: PlacementGroup | None = None
         self._units: dict[int, Unit] = {}
+        self._uses: list[PoolUse] = []
+        self._say = say
         self._tests = 0
         self._cost = CostModel()
         self._backend: RayBackend | None = None
@@ -71,6 +75,8 @@ class RayExecutor:
             self.plan = make_plan(settings, cluster_nodes(), demand)
             for line in self.plan.lines():
                 say(line)
+            if self.plan.warning:
+                say(self.plan.warning)
             wait_for_resources(self.plan, settings.resource_timeout_s)
             self._start()
         except RunError as error:
@@ -101,7 +107,7 @@ class RayExecutor:
             return False
         if self._scorers.lost_slots or self._clients.lost_slots:
             return False
-        self._setup, self._demand, self._units, self._cost = setup, demand, {}, CostModel()
+        self._setup, self._demand, self._units, self._cost, self._uses = setup, demand, {}, CostModel(), []
         self._backend.setup_ref = ray.put(setup)
         for pool in self._pools:
             pool.adopt()
@@ -152,7 +158,27 @@ class RayExecutor:
             unit_timeout_s=self._settings.unit_timeout_s,
         )
         self._units = run.units
-        return run.run(items, self._run_until)
+        outcomes, reference, use = run.run(items, self._run_until)
+        self._uses.append(use)
+        if len(self._uses) == ADVICE_AFTER:
+            self._advise()
+        return outcomes, reference, use
+
+    def _advise(self) -> None:
+        """Say if the pools should be divided otherwise; the first round, in which processes warm up, does not count."""
+        uses = self._uses[1:]
+        elapsed = sum(use.train_seconds + use.score_tail_seconds for use in uses)
+        train, score = (sum(getattr(use, f"{role}_seconds") for use in uses) for role in ("client", "scorer"))
+        split = better_split(self.plan, train, score, elapsed, self._demand.cohort)
+        if split is not None and self._setup.weighting.needs_probe:
+            now, then = (
+                round_seconds(train, score, *pools) / len(uses)
+                for pools in ((self.plan.client_actors, self.plan.scorer_actors), split)
+            )
+            self._say(
+                f"a round takes about {now:.1f} s, and about {then:.1f} s with execution.client_actors: {split[0]} and "
+                f"execution.scorer_actors: {split[1]}"
+            )
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums: on the driver, one update in memory at a time, or in groups on the scorers."""

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,23 @@ from raysim.execution.settings import ExecutionSettings, gpu_share
 
 ACTOR_MEMORY = 350 * 2**20
 """Private memory of an actor that imported torch, in bytes (measured: about 320 MB), before its model."""
+STORE_SHARE = 0.3
+"""Share of the memory that Ray gives its object store."""
+STORE_FULL = 0.8
+"""Share of an object store at which Ray begins to move objects to disk."""
 ACTORS_PER_GPU = 8
 """Most actors that `num_gpus: auto` puts on one GPU: each costs a CUDA context of 0.3 to 0.6 GB."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of the cluster offers in all (not what is free at the moment)."""
+    """What one node of the cluster offers in all (not what is free at the moment); memory and object store in bytes."""
 
     name: str
     cpus: float
     gpus: float
     memory: float
+    store: float = math.inf
 
 
 def starts_ray(settings: ExecutionSettings) -> bool:
@@ -37,17 +42,20 @@ def starts_ray(settings: ExecutionSettings) -> bool:
     return settings.backend == "ray" and not named and not (ray is not None and ray.is_initialized())
 
 
-def local_nodes(settings: ExecutionSettings) -> list[Node]:
-    """This machine as the one node of a Ray that raysim would start itself."""
+def local_nodes(settings: ExecutionSettings, store_bytes: float = 0.0) -> list[Node]:
+    """This machine as the one node of a Ray that raysim would start itself, for a run that keeps `store_bytes`.
+
+    Unless told otherwise, the object store gets the share of the free memory that Ray gives it, or up to half of it if the run
+    needs as much.
+    """
     import torch
 
     cpus = settings.num_cpus if settings.num_cpus is not None else os.cpu_count() or 1
     gpus = settings.num_gpus if settings.num_gpus is not None else torch.cuda.device_count()
     memory = _available_memory()
-    # Ray keeps 30 % of it for its object store, unless told otherwise.
-    store = settings.object_store_memory_mb
-    memory = memory - store * 2**20 if store is not None else 0.7 * memory
-    return [Node("this machine", float(cpus), float(gpus), memory)]
+    given = settings.object_store_memory_mb
+    store = given * 2**20 if given is not None else max(STORE_SHARE * memory, min(store_bytes, 0.5 * memory))
+    return [Node("this machine", float(cpus), float(gpus), memory - store, store)]
 
 
 def _available_memory() -> float:
@@ -69,12 +77,15 @@ class Demand:
         clients: Clients of the run.
         scoring_ratio: Images scored over images trained on, per client and round; 0 without scoring.
         model_bytes: Size of the model's vector.
+        store_bytes: What a round keeps in the object store: updates of the whole cohort, which are summed when the last one is
+            scored, the clients' states, and the data.
     """
 
     cohort: int
     clients: int
     scoring_ratio: float
     model_bytes: int
+    store_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class Plan:
         binding: What keeps the client pool from being larger.
         per_client: Whether every client of the run has its own actor.
         nodes: The cluster.
+        store_bytes: What the run keeps in the object stores.
     """
 
     client_actors: int
@@ -102,15 +114,30 @@ class Plan:
     binding: str
     per_client: bool
     nodes: tuple[Node, ...]
+    store_bytes: float = field(default=0.0, compare=False)
+
+    @property
+    def warning(self) -> str | None:
+        """What will go wrong, though not fail."""
+        store = sum(n.store for n in self.nodes)
+        if self.store_bytes <= STORE_FULL * store:
+            return None
+        return (
+            f"a round keeps {self.store_bytes / 2**30:.1f} GiB in object stores of {store / 2**30:.1f} GiB: Ray will move "
+            "objects to disk and back; raise execution.object_store_memory_mb (or that of the cluster), or lower "
+            "client.per_round"
+        )
 
     def lines(self) -> list[str]:
-        """The plan in words, one line per pool and one for the cluster."""
+        """The plan in words: the cluster, the pools, the object store."""
         cpus, gpus = sum(n.cpus for n in self.nodes), sum(n.gpus for n in self.nodes)
         memory = sum(n.memory for n in self.nodes) / 2**30
         return [
             f"cluster: {len(self.nodes)} node(s), {cpus:g} CPUs, {gpus:g} GPUs, {memory:.1f} GiB",
             f"client actors: {self.client_actors} x {_share(self.client_cpus, self.client_gpus)} ({self.binding})",
             f"scorer actors: {self.scorer_actors} x {_share(self.scorer_cpus, self.scorer_gpus)}",
+            f"object store: {sum(n.store for n in self.nodes) / 2**30:.1f} GiB, a round keeps "
+            f"{self.store_bytes / 2**30:.2g} GiB there",
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,7 +149,8 @@ class Plan:
             "client": {"num_cpus": self.client_cpus, "num_gpus": str(self.client_gpus)},
             "scorer": {"num_cpus": self.scorer_cpus, "num_gpus": str(self.scorer_gpus)},
             "binding": self.binding,
-            "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "memory": n.memory} for n in self.nodes],
+            "store_bytes": self.store_bytes,
+            "nodes": [asdict(node) for node in self.nodes],
         }
 
 
@@ -179,7 +207,52 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
         binding = "as configured" if clients_given is not None else "one per client" if per_client else "cohort-bound"
     else:
         binding = f"{free.binding}-bound"
-    return Plan(placed, scorers, client.gpus, scorer.gpus, client.cpus, scorer.cpus, binding, per_client, tuple(nodes))
+    return Plan(
+        client_actors=placed,
+        scorer_actors=scorers,
+        client_gpus=client.gpus,
+        scorer_gpus=scorer.gpus,
+        client_cpus=client.cpus,
+        scorer_cpus=scorer.cpus,
+        binding=binding,
+        per_client=per_client,
+        nodes=tuple(nodes),
+        store_bytes=demand.store_bytes,
+    )
+
+
+def round_seconds(train: float, score: float, clients: int, scorers: int) -> float:
+    """Seconds of a pipelined round, from the seconds of all training and all scoring of a round: that of the slower pool."""
+    return max(train / clients, score / scorers)
+
+
+def better_split(
+    plan: Plan, train: float, score: float, elapsed: float, cohort: int, gain: float = 0.1
+) -> tuple[int, int] | None:
+    """Another division of the same number of actors that would make rounds shorter, if there is one.
+
+    Args:
+        plan: The pools as they are.
+        train: Busy seconds of all client actors in some rounds.
+        score: Busy seconds of all scorer actors in the same rounds.
+        elapsed: Seconds that these rounds took until the last score.
+        cohort: Clients per round; more actors than that in a pool have nothing to do.
+        gain: Least share of the round's time that it is worth speaking of.
+
+    Returns:
+        Client and scorer actors; None if the division is good, if the cores are busy anyway, or if clients and scorers reserve
+        different resources and cannot take each other's place.
+    """
+    if (plan.client_cpus, plan.client_gpus) != (plan.scorer_cpus, plan.scorer_gpus) or not train or not score:
+        return None
+    actors = plan.client_actors + plan.scorer_actors
+    cores = min(actors, sum(node.cpus for node in plan.nodes) if not plan.client_gpus else actors)
+    if train + score > (1 - gain) * cores * elapsed:
+        return None
+    splits = [(c, actors - c) for c in range(1, actors) if c <= cohort and actors - c <= cohort]
+    best = min(splits, key=lambda split: round_seconds(train, score, *split), default=None)
+    now = round_seconds(train, score, plan.client_actors, plan.scorer_actors)
+    return best if best is not None and round_seconds(train, score, *best) < (1 - gain) * now else None
 
 
 @dataclass(frozen=True)

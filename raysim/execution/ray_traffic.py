@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import ray
 from ray.experimental import get_object_locations
 
 from raysim.execution.ray_pool import Done
+from raysim.state import num_bytes
 
 
 class Traffic:
@@ -47,16 +45,3 @@ class Traffic:
         """Bytes since the last call."""
         taken, self._bytes = self._bytes, 0
         return taken
-
-
-def num_bytes(value: Any) -> int:
-    """Bytes of the arrays in a record, a mapping or a sequence."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(num_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(num_bytes, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return sum(num_bytes(getattr(value, item.name)) for item in dataclasses.fields(value))
-    return 0

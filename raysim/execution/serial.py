@@ -18,7 +18,18 @@ import numpy as np
 
 from raysim.cohort import Coefficients
 from raysim.evaluation import Metrics, metrics_of
-from raysim.execution.base import Broadcast, FusedModel, Observer, Outcome, Packed, Place, PoolUse, Setup, WorkItem
+from raysim.execution.base import (
+    Broadcast,
+    FusedModel,
+    Observer,
+    Outcome,
+    Packed,
+    Place,
+    PoolUse,
+    Setup,
+    StoredState,
+    WorkItem,
+)
 from raysim.execution.ray_plan import Demand
 from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import (
@@ -60,7 +71,7 @@ class SerialExecutor:
         train_seconds = 0.0
         for item in items:
             outcome = Outcome(item.client_id, item.position, started=datetime.now(UTC))
-            state = Packed(None, {}) if item.state is None else item.state
+            state = item.state.load() if isinstance(item.state, StoredState) else item.state or Packed(None, {})
             arrays, new_state, outcome.train = train_client(setup, objective, broadcast, item, state)
             outcome.update, outcome.state = arrays, new_state if new_state.kind is not None else None
             outcome.actor = Place("serial", os.getpid(), platform.node(), 1)

@@ -56,7 +56,10 @@ class ExecutionSettings(Section):
         address: A Ray cluster's address; null: `RAY_ADDRESS`, else a Ray that raysim starts itself.
         num_cpus: CPUs of a Ray that raysim starts itself; null: all.
         num_gpus: GPUs of a Ray that raysim starts itself; null: all.
-        object_store_memory_mb: Object store of a Ray that raysim starts itself; null: Ray's default.
+        object_store_memory_mb: Object store of a Ray that raysim starts itself; null: Ray's share of the free memory, 30 %, or
+            more if a round needs it.
+        state_cache_mb: Clients' states (SCAFFOLD, FedDyn) that the object store keeps; those that were used longest ago are
+            read from their files when needed again.
         client_actors: `auto`: every client of the cohort its own actor if they fit, else as many as fit; `per_client`: every
             client of the run its own; or a number.
         scorer_actors: `auto` or a number.
@@ -78,6 +81,7 @@ class ExecutionSettings(Section):
     num_cpus: Count | None = None
     num_gpus: NonNegativeInt | None = None
     object_store_memory_mb: Count | None = None
+    state_cache_mb: NonNegative = 2048.0
     client_actors: Literal["auto", "per_client"] | Count = "auto"
     scorer_actors: Literal["auto"] | Count = "auto"
     threads: Count = 1

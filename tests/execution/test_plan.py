@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from raysim.execution.ray_plan import (
     Demand,
     Node,
     Plan,
+    better_split,
     local_nodes,
     make_plan,
     starts_ray,
@@ -291,11 +293,51 @@ def test_the_automatic_share_serves_given_numbers():
 
 def test_the_lines_name_pools_shares_and_binding():
     plan = make_plan(execution(), [node(4, gpus=1), node(2)], demand(cohort=20))
-    cluster, clients, scorers = plan.lines()
+    cluster, clients, scorers, store = plan.lines()
     assert cluster == "cluster: 2 node(s), 6 CPUs, 1 GPUs, 128.0 GiB"
     assert clients == f"client actors: {plan.client_actors} x 0.5 CPU + 1/8 GPU (GPU-bound)"
     assert scorers == f"scorer actors: {plan.scorer_actors} x 0.5 CPU + 1/8 GPU"
+    assert store == "object store: inf GiB, a round keeps 0 GiB there"
     assert plan.as_dict()["client"] == {"num_cpus": 0.5, "num_gpus": "1/8"}
+
+
+def test_a_round_that_does_not_fit_into_the_object_stores_is_warned_of():
+    nodes = [Node("a", 2, 0, 64 * GIB, 3 * GIB), Node("b", 2, 0, 64 * GIB, 7 * GIB)]
+    fits = make_plan(execution(), nodes, replace(demand(), store_bytes=8 * GIB))
+    assert fits.warning is None
+    assert fits.lines()[3] == "object store: 10.0 GiB, a round keeps 8 GiB there"
+    full = make_plan(execution(), nodes, replace(demand(), store_bytes=9 * GIB))
+    assert full.warning.startswith("a round keeps 9.0 GiB in object stores of 10.0 GiB: Ray will move objects to disk")
+    assert full == fits, "the same pools: a session may keep them"
+
+
+def test_the_object_store_of_a_ray_of_our_own_grows_with_the_need_up_to_half_of_the_memory():
+    (small,), (large,), (huge,) = (local_nodes(execution(), need) for need in (0, 1e9, 1e15))
+    assert small.store == pytest.approx(0.3 * (small.memory + small.store), rel=0.02)
+    assert small.store <= large.store
+    assert huge.store == pytest.approx(huge.memory, rel=0.02)
+    (given,) = local_nodes(execution(object_store_memory_mb=100), 1e15)
+    assert given.store == 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("pools", "train", "score", "elapsed", "better"),
+    [
+        ((4, 4), 6.0, 6.0, 1.6, None),  # As it should be.
+        ((4, 4), 2.0, 6.0, 1.6, (2, 6)),  # Scorers all busy for 1.5 s, clients for 0.5: with 2 and 6 both for 1.0.
+        ((6, 2), 6.0, 2.0, 1.1, None),
+        ((2, 6), 6.0, 2.0, 3.1, (6, 2)),
+        ((4, 4), 2.0, 6.0, 1.05, None),  # 8 s of work in 1.05 s on 8 cores: nothing to gain.
+        ((4, 4), 0.0, 6.0, 1.6, None),  # Nothing was trained.
+    ],
+)
+def test_a_better_split_is_found_by_hand_checked_numbers(pools, train, score, elapsed, better):
+    actor = ActorSettings(num_cpus=1)
+    settings = execution(actor, actor, client_actors=pools[0], scorer_actors=pools[1])
+    plan = make_plan(settings, [node(8)], demand())
+    assert better_split(plan, train, score, elapsed, cohort=10) == better
+    few = better_split(plan, train, score, elapsed, cohort=4)
+    assert few is None or max(few) <= 4
 
 
 # ---- several nodes ----

@@ -19,7 +19,13 @@ PARTS = ("train", "score_tail", "aggregate", "evaluate", "commit", "round")
 ROUND_TAGS = {
     *("global/loss", "global/accuracy", "global/macro_f1", "global/recall/a%2Fb"),
     *("weight/entropy", "weight/max", "validation/loss_median", "validation/accuracy_median"),
-    *("layer/conv1/norm_median", "layer/fc/norm_median", "pool/client/utilisation", "pool/scorer/utilisation"),
+    *(
+        "layer/conv1/norm_median",
+        "layer/fc/norm_median",
+        "pool/client/utilisation",
+        "pool/scorer/utilisation",
+        "pool/driver_bytes",
+    ),
     *(f"time/{part}" for part in PARTS),
     *(f"fault/{kind}" for kind in ("retries", "failed", "excluded", "skipped")),
 }
