@@ -224,12 +224,12 @@ def run(
     """
     config = config if isinstance(config, RunConfig) else load_config(config, overrides)
     progress = progress or Silent()
+    clock = time.perf_counter()
     prepared = prepare(config)
     folder = config.folder
     claim(folder)
     begun = False
     started = datetime.now(UTC)
-    clock = time.perf_counter()
     try:
         with _logging_to(folder / "run.log"), progress:
             for note in prepared.notes:
@@ -240,7 +240,9 @@ def run(
                 executor = own.executor(prepared, progress)
                 recorder = Recorder(prepared, executor, started, command)
                 with contextlib.closing(recorder):
-                    logger.info("ready after %.1f s", time.perf_counter() - clock)
+                    ready = _ready(time.perf_counter() - clock, executor)
+                    logger.info(ready)
+                    progress.message(ready)
                     begun = True
                     for _ in rounds(prepared, executor, recorder, progress):
                         pass
@@ -390,6 +392,13 @@ class _Ending:
         record = self._recorder.commit(self._result, metrics, self._begun, self.ended, seconds)
         for then in self._then:
             then(record)
+
+
+def _ready(seconds: float, executor: Executor) -> str:
+    """How long the first round was waited for, and for what."""
+    parts = executor.describe().get("startup_s", {})
+    detail = ", ".join(f"{name} {spent:.1f}" for name, spent in parts.items())
+    return f"ready for round 1 after {seconds:.1f} s" + (f" ({detail})" if detail else "")
 
 
 def _tell(round_num: int, result: RoundResult, progress: Progress) -> None:

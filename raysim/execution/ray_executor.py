@@ -63,7 +63,9 @@ class RayExecutor:
         self._setup = setup
         self._settings = settings
         self._demand = demand
+        clock = time.perf_counter()
         self._connection: Connection = connect(settings, demand.store_bytes)
+        connected = time.perf_counter()
         self._group: PlacementGroup | None = None
         self._units: dict[int, Unit] = {}
         self._uses: list[PoolUse] = []
@@ -79,6 +81,7 @@ class RayExecutor:
                 say(self.plan.warning)
             wait_for_resources(self.plan, settings.resource_timeout_s)
             self._start()
+            self._startup = {"ray": connected - clock, "actors": time.perf_counter() - connected}
         except RunError as error:
             self.close()
             raise ConfigError(f"execution: the actors cannot be started: {error}") from error
@@ -107,11 +110,13 @@ class RayExecutor:
             return False
         if self._scorers.lost_slots or self._clients.lost_slots:
             return False
+        clock = time.perf_counter()
         self._setup, self._demand, self._units, self._cost, self._uses = setup, demand, {}, CostModel(), []
         self._backend.setup_ref = ray.put(setup)
         for pool in self._pools:
             pool.adopt()
         wait_until_started(self._pools, self._backend)
+        self._startup = {"ray": 0.0, "actors": time.perf_counter() - clock}
         return True
 
     def _run_until(self, finished: Callable[[], bool]) -> None:
@@ -317,8 +322,8 @@ class RayExecutor:
         return self._traffic.take()
 
     def describe(self) -> dict[str, Any]:
-        """The plan."""
-        return {**self.plan.as_dict(), "ray": self._connection.where}
+        """The plan, where Ray is, and the seconds that connecting to it and starting the actors took."""
+        return {**self.plan.as_dict(), "ray": self._connection.where, "startup_s": self._startup}
 
     def close(self) -> None:
         """End all actors, and Ray if this run started it."""

@@ -69,6 +69,13 @@ def test_purity_inputs_are_not_changed_and_outputs_repeat(pair):
         assert record_checksum(server) == before
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_update_has_as_many_vectors_as_the_plan_of_memory_believes(name):
+    updates, _ = federation((name, "size")).train()
+    vectors = [v for v in vars(updates[0]).values() if isinstance(v, torch.Tensor) and v.shape == (LAYOUT.size,)]
+    assert len(vectors) == ALGORITHMS[name].update_vectors
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_schedule_any_order_of_the_clients_gives_the_same_bits(pair):
     first, second = federation(pair), federation(pair)

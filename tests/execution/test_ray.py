@@ -250,3 +250,16 @@ def test_scoring_that_runs_over_its_time_is_done_by_another_scorer(tmp_path, mon
     record = run(tmp_path, "s", *SIX_CLIENTS, "execution.scorer_actors=2", "execution.unit_timeout_s=5", rounds=1)
     row = record.clients.to_pylist()[2]
     assert (row["status"], row["scorer_attempt"]) == ("ok", 2)
+
+
+def test_idle_scorers_share_a_model_and_the_bits_are_those_of_one(tmp_path):
+    """Three shards for two scorers: some models are scored shard by shard, whatever the timing; the sums are merged in order."""
+    sharded = (*SIX_CLIENTS, "scoring.shards=3", "scoring.batch_size=16", "execution.scorer_actors=2")
+    serial = run(tmp_path, "s", *sharded, rounds=2, backend="serial")
+    record = run(tmp_path, "r", *sharded, "execution.client_actors=1", rounds=2)
+    assert checksums(record) == checksums(serial)
+    log = (record.folder / "run.log").read_text()
+    assert log.count(" finish on scorer-") * 3 == log.count(" accumulate on scorer-") > 0
+    scores = record.clients.select(["round_num", "client_id", "score", "validation_loss"]).to_pylist()
+    assert scores == serial.clients.select(["round_num", "client_id", "score", "validation_loss"]).to_pylist()
+    assert all(row["score_s"] > 0 and row["queue_s"] >= 0 for row in record.clients.to_pylist())
