@@ -23,7 +23,7 @@ from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
 from raysim.recording.tensorboard import TensorBoardWriter
-from raysim.state import RoundState, num_bytes, record_checksum, to_arrays
+from raysim.state import RoundState, ServerState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
 from raysim.weighting.base import Weights
 
@@ -277,10 +277,12 @@ def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.nda
 def _checksums(state: RoundState, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Of parameters, buffers, server state, and the states of the cohort's clients in id order."""
     states = [state.client_checksums.get(outcome.client_id, "") for outcome in outcomes]
+    params = checksum(state.server.params.numpy())
     return {
-        "params_checksum": checksum(state.server.params.numpy()),
+        "params_checksum": params,
         "buffers_checksum": record_checksum(state.buffers),
-        "server_checksum": record_checksum(state.server),
+        # Of a server state that is nothing but the parameters it is the same.
+        "server_checksum": params if type(state.server) is ServerState else record_checksum(state.server),
         "clients_checksum": checksum(np.frombuffer(" ".join(states).encode(), dtype=np.uint8)),
     }
 
