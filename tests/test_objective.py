@@ -107,7 +107,7 @@ def test_summed_gradients_add_to_the_mean_gradient(objective):
         sums = [objective.add_gradient(objective.take(part)) for part in np.array_split(np.arange(40), 3)]
     torch.testing.assert_close(objective.grad / 40, gradient, rtol=1e-4, atol=1e-7)
     assert sum(s.count for s in sums) == 40
-    assert sum(s.loss for s in sums) / 40 == pytest.approx(mean.item(), rel=1e-5)
+    assert sum(s.loss for s in sums).item() / 40 == pytest.approx(mean.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_recalibrated_statistics_are_those_of_the_bound_data(objective):
     assert bn1.running_mean.data_ptr() == objective.buffers.floats.data_ptr(), "still a view of the flat vector"
     objective.recalibrate([batch])
     with objective.scoring("recalibrate"):
-        recalibrated = objective.losses(batch).loss
+        recalibrated = objective.losses(batch).loss.item()
     with objective.scoring("batch"):
-        assert recalibrated == pytest.approx(objective.losses(batch).loss, rel=1e-3)
+        assert recalibrated == pytest.approx(objective.losses(batch).loss.item(), rel=1e-3)
 
 
 def test_a_parameter_that_a_batch_does_not_use_has_a_gradient_of_zero(images):
