@@ -330,15 +330,11 @@ def stacked_sums(
     Raises:
         RunError: The network cannot be vectorised, or the models do not fit into memory together.
     """
-    grads = torch.zeros_like(params) if gradient else None
-    # As in a bound model: leaves are views of one tensor, and so are their gradients.
-    tensors = _rows_by_name(objective.layout, params.detach())
-    if grads is not None:
-        for name, grad in _rows_by_name(objective.layout, grads).items():
-            tensors[name] = tensors[name].requires_grad_()
-            tensors[name].grad = grad
-    for layout, rows in zip(objective.buffer_layouts, (buffers.floats, buffers.ints), strict=True):
-        tensors |= _rows_by_name(layout, rows)
+    leaves = _stacked_tensors(objective.layout, params.detach())
+    for leaf in leaves.values():
+        leaf.requires_grad_(gradient)
+    floats, ints = objective.buffer_layouts
+    tensors = leaves | _stacked_tensors(floats, buffers.floats) | _stacked_tensors(ints, buffers.ints)
 
     def forward(own: dict[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = functional_call(objective.module, own, (inputs,))
@@ -368,13 +364,17 @@ def stacked_sums(
         raise RunError(
             f"execution.clients_per_call: the network cannot compute several models in one call, use 1: {reason}"
         ) from error
+    grads = None
+    if gradient:
+        found = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values())
+        grads = torch.cat([grad.reshape(len(params), -1) for grad in found], dim=1)
     return grads, functools.reduce(operator.add, sums)
 
 
-def _rows_by_name(layout: VectorLayout, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of several models, stacked: views of their vectors [M, P]."""
+def _stacked_tensors(layout: VectorLayout, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of several models by name, each [M, ...], copied out of their vectors [M, P]."""
     return {
-        name: rows[:, part].view(len(rows), *shape)
+        name: rows[:, part].reshape(len(rows), *shape).contiguous()
         for name, part, shape in zip(layout.names, layout.slices, layout.shapes, strict=True)
     }
 

@@ -71,6 +71,7 @@ COLUMNS: Mapping[TableName, Mapping[str, tuple[Any, str]]] = {
         "train_s": (pa.float64(), "Seconds of local work."),
         "score_s": (pa.float64(), "Seconds of scoring."),
         "queue_s": (pa.float64(), "Seconds between the update being ready and scoring begun."),
+        "peak_memory": (pa.int64(), "Most GPU memory, in bytes, that local work held; null on CPUs."),
         "actor": (pa.string(), "Name of the actor that trained the client."),
         "pid": (pa.int32(), "Process id of that actor."),
         "node": (pa.string(), "Id of the node of that actor."),
