@@ -274,3 +274,26 @@ def test_what_is_scored_one_by_one_has_the_bits_of_the_loop(monkeypatch):
         for client_id, (probe, _) in enumerate(found):
             own, _ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
             assert (probe.loss, probe.values.tolist()) == (own.loss, own.values.tolist())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("local_ray")
+def test_a_scorer_scores_several_at_once():
+    import ray
+
+    from raysim.execution.ray_actors import WorkActor
+
+    prepared = prepare(configured(model={"name": "mlp"}))
+    setup, state = prepared.setup, prepared.initial
+    broadcast = Broadcast.of(1, state.server, state.buffers)
+    updates = updates_of(prepared, 3)
+    actor = WorkActor.options(num_cpus=0.1).remote(setup, "scorer-0")
+    found = ray.get(
+        actor.score_many.remote((0, 1, 2), 1, ray.put(broadcast), None, *map(ray.put, updates)), timeout=120
+    )
+    ray.kill(actor)
+    objective = work.build_objective(setup)
+    for client_id, (probe, seconds) in enumerate(found):
+        own, _ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
+        np.testing.assert_allclose(probe.values, own.values, rtol=1e-5)
+        assert seconds > 0
