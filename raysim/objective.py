@@ -35,7 +35,7 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 """What a model computes in: float32; float32 whose products are rounded to TF32 by GPUs; bfloat16 in its forward pass, by
 torch's autocast. Parameters, buffers, gradients and losses are float32 in all of them."""
 
-RESIDENT_BYTES = 2**30
+RESIDENT_BYTES = 2**29
 """Largest image set that is kept in a GPU's memory; of a larger one each batch is sent."""
 
 
@@ -170,10 +170,10 @@ class ModelObjective:
         """The examples at `indices` [B] as a batch: scaled to [0, 1] by the range of their type."""
         resident = _resident(self.examples, self.device)
         if resident is None:
-            images = torch.from_numpy(self.examples.images[indices]).to(self.device)
-            labels = torch.from_numpy(self.examples.labels[indices]).to(self.device)
+            images = _sent(self.examples.images[indices], self.device)
+            labels = _sent(self.examples.labels[indices], self.device)
         else:
-            chosen = as_tensor(indices, self.device)
+            chosen = _sent(indices, self.device)
             images, labels = resident.inputs[chosen], resident.labels[chosen]
         return Batch(images.to(self.dtype).div_(float(np.iinfo(self.examples.images.dtype).max)), labels)
 
@@ -293,6 +293,12 @@ class ModelObjective:
         """Logits [B, K] in evaluation mode."""
         self.module.eval()
         return self._logits(batch)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on a device. A GPU gets it out of pinned memory, or the process would wait for all that the GPU has to do."""
+    tensor = as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 _COPIES: dict[tuple[int, str], Batch] = {}

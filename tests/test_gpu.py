@@ -92,11 +92,11 @@ def test_models_scored_in_one_call_agree_with_the_loop(prepared, mode):
 def test_scoring_a_batch_waits_for_nothing(prepared):
     """torch refuses a wait for the GPU inside."""
     objective = work.build_objective(prepared.setup, CUDA)
-    batch = objective.take(np.arange(32))
     with objective.scoring("batch"):
-        objective.add_gradient(batch)
+        objective.add_gradient(objective.take(np.arange(32)))
         torch.cuda.set_sync_debug_mode("error")
         try:
+            batch = objective.take(np.arange(32))
             objective.add_gradient(batch) + objective.losses(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")

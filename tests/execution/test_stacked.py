@@ -241,6 +241,18 @@ def test_what_it_means_is_noted(sections, said):
     assert all(said in note for note in notes)
 
 
+def test_a_model_that_is_not_finite_harms_no_other(prepared):
+    setup, state = prepared.setup, prepared.initial
+    objective, broadcast = work.build_objective(setup), Broadcast.of(1, state.server, state.buffers)
+    updates = updates_of(prepared, 3)
+    alone = work.probe_clients(setup, objective, broadcast, updates[:2], None, range(2))
+    updates[2]["delta"][:] = np.nan
+    *others, (broken, _) = work.probe_clients(setup, objective, broadcast, updates, None, range(3))
+    assert not broken.finite
+    for (probe, _), (expected, _) in zip(others, alone, strict=True):
+        assert probe.score == pytest.approx(expected.score, rel=1e-5)
+
+
 @dataclass(frozen=True)
 class Counting(Weighting):
     """Gathers a sum of its own."""
