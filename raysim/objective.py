@@ -170,10 +170,10 @@ class ModelObjective:
         """The examples at `indices` [B] as a batch: scaled to [0, 1] by the range of their type."""
         resident = _resident(self.examples, self.device)
         if resident is None:
-            images = _sent(self.examples.images[indices], self.device)
-            labels = _sent(self.examples.labels[indices], self.device)
+            images = _sent(torch.from_numpy(self.examples.images[indices]), self.device)
+            labels = _sent(torch.from_numpy(self.examples.labels[indices]), self.device)
         else:
-            chosen = _sent(indices, self.device)
+            chosen = _sent(as_tensor(indices), self.device)
             images, labels = resident.inputs[chosen], resident.labels[chosen]
         return Batch(images.to(self.dtype).div_(float(np.iinfo(self.examples.images.dtype).max)), labels)
 
@@ -295,9 +295,8 @@ class ModelObjective:
         return self._logits(batch)
 
 
-def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on a device. A GPU gets it out of pinned memory, or the process would wait for all that the GPU has to do."""
-    tensor = as_tensor(array)
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """It on a device. A GPU gets it out of pinned memory, or the process would wait for all that the GPU has to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
