@@ -37,6 +37,7 @@ from raysim.fusion.base import Fusion
 from raysim.local import LocalTraining
 from raysim.models import MODELS
 from raysim.models.base import ModelSettings
+from raysim.objective import Precision
 from raysim.recording import OutputSettings
 from raysim.weighting import WEIGHTINGS
 from raysim.weighting.base import ScoringSettings, Weighting
@@ -73,11 +74,14 @@ class ClientSettings(LocalTraining):
         per_round: Clients per round; or
         fraction: their share of all clients, `max(1, floor(N * fraction + 1/2))`. Neither: 0.1.
         timeout_s: Longest time a client may train in one round; null: no limit.
+        precision: Of local training: `float32`, `tf32` (products on GPUs are rounded to TF32; no effect on CPUs) or
+            `bfloat16` (the forward pass only). Part of the numerics; each repeats, to bits of its own.
     """
 
     per_round: Count | None = None
     fraction: Fraction | None = None
     timeout_s: Positive | None = None
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         if self.per_round is not None and self.fraction is not None:

@@ -64,14 +64,14 @@ def evaluation_shards(num_examples: int, batch_size: int) -> list[np.ndarray]:
 
 def predict_shard(objective: ModelObjective, shard: np.ndarray, batch_size: int) -> ShardPredictions:
     """Loss sum and predictions of the loaded model on the test examples at `shard`."""
-    loss = 0.0
+    loss = torch.zeros((), dtype=torch.float64, device=objective.device)
     predicted = []
     for start in range(0, len(shard), batch_size):
         batch = objective.take(shard[start : start + batch_size])
         logits = objective.predict(batch)
-        loss += F.cross_entropy(logits, batch.labels, reduction="sum").item()
-        predicted.append(logits.argmax(dim=1).to(torch.int32).cpu().numpy())
-    return ShardPredictions(loss, np.concatenate(predicted))
+        loss += F.cross_entropy(logits, batch.labels, reduction="sum").double()
+        predicted.append(logits.argmax(dim=1).to(torch.int32))
+    return ShardPredictions(loss.item(), torch.cat(predicted).cpu().numpy())
 
 
 def metrics_of(labels: np.ndarray, shards: Sequence[ShardPredictions], num_classes: int) -> Metrics:

@@ -13,7 +13,7 @@ from raysim.data.arrays import Dataset, ImageSet, stratified_sample
 from raysim.data.partition import Partition, make_partition
 from raysim.data.resizing import resize
 from raysim.data.validation import split_validation, stratified_batches
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RunError
 from raysim.evaluation import evaluation_shards
 from raysim.execution.base import Setup
 from raysim.execution.faults import Fault
@@ -21,7 +21,7 @@ from raysim.execution.ray_plan import Demand, local_nodes, make_plan, starts_ray
 from raysim.models import build_model, choose_size
 from raysim.models.base import InputSpec
 from raysim.models.graph import module_edges
-from raysim.objective import ModelObjective
+from raysim.objective import ModelObjective, stacked_sums
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, Population, RoundState, num_bytes
 from raysim.weighting.base import Needs
@@ -146,7 +146,12 @@ def prepare(config: RunConfig) -> Prepared:
     spec = InputSpec(channels, height, width, dataset.num_classes)
     model = build_model(config.model, spec, rng_for(config.seed, Purpose.INIT))
     objective = ModelObjective(model, data.validation)
-    notes = [*data.notes, *_check_training(config, data, objective)]
+    notes = [
+        *data.notes,
+        *_check_training(config, data, objective),
+        *_check_stacking(config, objective),
+        *_precision_notes(config),
+    ]
     assert config.weighting is not None
     layout = objective.layout
     if config.weighting.needs_edges:
@@ -172,6 +177,7 @@ def prepare(config: RunConfig) -> Prepared:
         evaluation_batch_size=config.evaluation.batch_size,
         threads=config.execution.threads,
         deterministic=config.deterministic,
+        client_precision=config.client.precision,
         client_timeout_s=config.client.timeout_s,
         faults=Fault.from_environment(),
     )
@@ -237,6 +243,38 @@ def _check_training(config: RunConfig, data: PreparedData, objective: ModelObjec
             f"client.fraction: {client.fraction:g} of {config.partition.clients} clients is less than one; 1 is sampled"
         )
     return notes
+
+
+def _check_stacking(config: RunConfig, objective: ModelObjective) -> list[str]:
+    """Under `execution.clients_per_call`, refuse a network that cannot be vectorised, and say what the setting means."""
+    count, weighting = config.execution.clients_per_call, config.weighting
+    assert weighting is not None
+    key = f"execution.clients_per_call: {count}"
+    if count == 1:
+        return []
+    if config.execution.backend == "serial":
+        return [f"{key} has no effect with execution.backend: serial"]
+    if not weighting.stackable:
+        return [f"{key} has no effect with weighting.name: {weighting.name}"]
+    params, buffers = objective.params.repeat(2, 1), objective.buffers
+    buffers = Buffers(buffers.floats.repeat(2, 1), buffers.ints.repeat(2, 1))
+    batch = objective.take(np.arange(min(2, objective.num_examples)))
+    try:
+        with objective.scoring(config.scoring.batch_norm):
+            stacked_sums(objective, params, buffers, [batch], gradient=weighting.needs == "gradient")
+    except RunError as error:
+        raise ConfigError(str(error)) from error
+    return [f"{key}: scores depend on which updates wait at the same time; results repeat to about 1e-5 only"]
+
+
+def _precision_notes(config: RunConfig) -> list[str]:
+    """TF32 is a mode of GPUs; on a cluster only its nodes know whether there are any."""
+    execution = config.execution
+    no_gpu = execution.backend == "serial" or (
+        starts_ray(execution) and not any(node.gpus for node in local_nodes(execution))
+    )
+    asked = {"client.precision": config.client.precision, "scoring.precision": config.scoring.precision}
+    return [f"{key}: tf32 has no effect on CPUs" for key, value in asked.items() if value == "tf32" and no_gpu]
 
 
 def _scoring_shards(config: RunConfig, validation: ImageSet) -> tuple[tuple[np.ndarray, ...], ...]:

@@ -259,6 +259,7 @@ def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.nda
                 train_s=train.seconds if train else None,
                 score_s=outcome.score_seconds,
                 queue_s=outcome.queue_seconds,
+                peak_memory=train.gpu_memory.peak if train and train.gpu_memory else None,
                 actor=actor.actor if actor else None,
                 pid=actor.pid if actor else None,
                 node=actor.node if actor else None,

@@ -61,7 +61,7 @@ class Quadratic:
 
     def losses(self, batch: Batch) -> BatchSums:
         count = len(batch.labels)
-        return BatchSums(count * self.loss().item(), 0, count)
+        return BatchSums(count * self.loss(), torch.tensor(0), count)
 
     def scoring(self, batch_norm: str) -> AbstractContextManager[None]:
         return nullcontext()

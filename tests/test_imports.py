@@ -20,6 +20,24 @@ for name in ("sgd", "adam", "adamw"):
     assert (params < 1).all()
 """
 
+SCORING = """
+import numpy as np, torch
+from raysim.data.arrays import ImageSet
+from raysim.execution import work
+from raysim.models import build_model
+from raysim.models.base import InputSpec, ModelSettings
+from raysim.objective import ModelObjective, stacked_sums
+from raysim.state import Buffers
+images = ImageSet(np.zeros((4, 1, 28, 28), np.uint8), np.arange(4))
+model = build_model(ModelSettings("lenet5"), InputSpec(1, 28, 28, 10), np.random.default_rng(0))
+objective = ModelObjective(model, images).on(images, "bfloat16")
+buffers = Buffers(objective.buffers.floats.repeat(2, 1), objective.buffers.ints.repeat(2, 1))
+with objective.scoring("batch"):
+    batch = objective.take(np.arange(4))
+    objective.add_gradient(batch)
+    stacked_sums(objective, objective.params.repeat(2, 1), buffers, [batch], gradient=True)
+"""
+
 HELP = """
 import raysim.cli
 try:
@@ -47,6 +65,11 @@ def test_the_package_and_its_help_load_nothing_heavy():
 
 def test_the_registries_and_local_steps_load_neither_ray_nor_torchs_compiler():
     assert loaded(STEPS, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
+
+
+def test_scoring_loads_neither_ray_nor_torchs_compiler():
+    """In bfloat16 and of several models in one call, too."""
+    assert loaded(SCORING, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
 
 
 @pytest.mark.slow

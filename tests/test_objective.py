@@ -12,7 +12,7 @@ from torch import nn
 from raysim.data.arrays import ImageSet
 from raysim.models import build_model
 from raysim.models.base import InputSpec, ModelSettings
-from raysim.objective import ModelObjective, cut_batches
+from raysim.objective import _COPIES, Batch, ModelObjective, _resident, cut_batches
 from raysim.seeding import Purpose, rng_for
 from raysim.vector import checksum
 
@@ -107,7 +107,7 @@ def test_summed_gradients_add_to_the_mean_gradient(objective):
         sums = [objective.add_gradient(objective.take(part)) for part in np.array_split(np.arange(40), 3)]
     torch.testing.assert_close(objective.grad / 40, gradient, rtol=1e-4, atol=1e-7)
     assert sum(s.count for s in sums) == 40
-    assert sum(s.loss for s in sums) / 40 == pytest.approx(mean.item(), rel=1e-5)
+    assert sum(s.loss for s in sums).item() / 40 == pytest.approx(mean.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_recalibrated_statistics_are_those_of_the_bound_data(objective):
     assert bn1.running_mean.data_ptr() == objective.buffers.floats.data_ptr(), "still a view of the flat vector"
     objective.recalibrate([batch])
     with objective.scoring("recalibrate"):
-        recalibrated = objective.losses(batch).loss
+        recalibrated = objective.losses(batch).loss.item()
     with objective.scoring("batch"):
-        assert recalibrated == pytest.approx(objective.losses(batch).loss, rel=1e-3)
+        assert recalibrated == pytest.approx(objective.losses(batch).loss.item(), rel=1e-3)
 
 
 def test_a_parameter_that_a_batch_does_not_use_has_a_gradient_of_zero(images):
@@ -247,3 +247,52 @@ def test_recalibration_is_without_dropout(images):
     objective.recalibrate([objective.take(np.arange(40))])
     pixels = torch.from_numpy(images.images).float().flatten(1) / 255
     torch.testing.assert_close(net[2].running_mean, pixels.mean(dim=0))
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_bfloat16_is_close_and_keeps_the_types(objective, images, mode):
+    half, batch = objective.on(images, "bfloat16"), objective.take(np.arange(40))
+    before, found = state_hash(objective), []
+    for bound in (objective, half):
+        bound.grad.zero_()
+        with bound.scoring(mode):
+            sums = bound.add_gradient(batch)
+        found.append((sums.loss.item(), bound.grad.double().abs().sum().item()))
+        assert bound.params.dtype == bound.grad.dtype == bound.buffers.floats.dtype == torch.float32
+        assert sums.loss.dtype == torch.float64
+    assert state_hash(objective) == before
+    assert found[0] != found[1]
+    np.testing.assert_allclose(found[1], found[0], rtol=0.03)
+    assert half.predict(batch).dtype == torch.float32
+    with half.training():
+        loss = half.gradient(batch)
+    assert loss.dtype == torch.float32
+    assert objective.on(images).precision == "float32", "every binding says its own"
+
+
+def test_a_resident_image_set_gives_the_same_batches(objective, images, monkeypatch):
+    indices = np.array([3, 1, 7])
+    indices.flags.writeable = False  # As they come out of an object store.
+    sent = objective.take(indices)
+    kept = Batch(torch.from_numpy(images.images), torch.from_numpy(images.labels))
+    monkeypatch.setattr("raysim.objective._resident", lambda examples, device: kept)
+    taken = objective.take(indices)
+    assert torch.equal(taken.inputs, sent.inputs)
+    assert torch.equal(taken.labels, sent.labels)
+    assert kept.inputs.dtype == torch.uint8
+
+
+def test_an_image_set_has_one_copy_per_device_as_long_as_it_lives(images, monkeypatch):
+    """On a device that holds nothing."""
+    meta = torch.device("meta")
+    assert _resident(images, torch.device("cpu")) is None
+    own = images.take(np.arange(40))
+    copy = _resident(own, meta)
+    assert copy is _resident(own, meta)
+    assert (copy.inputs.shape, copy.inputs.dtype, copy.inputs.device) == ((40, 1, 28, 28), torch.uint8, meta)
+    assert len(_COPIES) == 1
+    del own
+    assert not _COPIES
+    assert _resident(replace(images, images=images.images.astype(np.uint16)), meta) is None
+    monkeypatch.setattr("raysim.objective.RESIDENT_BYTES", images.images.nbytes - 1)
+    assert _resident(images, meta) is None

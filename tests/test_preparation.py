@@ -43,6 +43,19 @@ def rows(images: ImageSet) -> set[bytes]:
     return {image.tobytes() for image in images.images}
 
 
+# ---- precision ----
+
+
+def test_tf32_without_a_gpu_is_noted():
+    prepared = prepare(config(client={"fraction": 0.5, "precision": "tf32"}, scoring={"precision": "tf32"}))
+    assert [note for note in prepared.notes if "tf32" in note] == [
+        "client.precision: tf32 has no effect on CPUs",
+        "scoring.precision: tf32 has no effect on CPUs",
+    ]
+    assert (prepared.setup.client_precision, prepared.setup.scoring.precision) == ("tf32", "tf32")
+    assert not any("precision" in note for note in prepare(config()).notes)
+
+
 # ---- training images ----
 
 

@@ -27,6 +27,7 @@ from raysim.execution.settings import ExecutionSettings
 from raysim.fusion.base import Fusion
 from raysim.local import LocalTraining
 from raysim.models.base import InputSpec, ModelSettings
+from raysim.objective import Precision
 from raysim.recording.checkpoint import ClientFile, read_client_state
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
 from raysim.vector import Vector
@@ -59,6 +60,7 @@ class Setup:
         evaluation_batch_size: Test images per pass.
         threads: Torch threads per process.
         deterministic: Deterministic kernels on GPUs.
+        client_precision: What local training computes in.
         client_timeout_s: Longest time a client may train in one round (Ray only).
         faults: For tests.
     """
@@ -81,6 +83,7 @@ class Setup:
     evaluation_batch_size: int
     threads: int = 1
     deterministic: bool = True
+    client_precision: Precision = "float32"
     client_timeout_s: float | None = None
     faults: tuple[Fault, ...] = ()
 
@@ -160,6 +163,19 @@ class WorkItem:
 
 
 @dataclass(frozen=True)
+class GpuMemory:
+    """What a unit of work needed of its GPU, in bytes.
+
+    Attributes:
+        peak: Most that torch held in its process, without the CUDA context.
+        total: The GPU's memory, whatever part of it is the process's share.
+    """
+
+    peak: int
+    total: int
+
+
+@dataclass(frozen=True)
 class TrainReport:
     """What comes back beside the vectors of an update.
 
@@ -169,6 +185,7 @@ class TrainReport:
         nonfinite: Name of the first tensor, state or number of the update with a NaN or infinity, or None.
         state_checksum: Of the client's new state; None for stateless methods.
         seconds: Time the unit took in its process.
+        gpu_memory: What it needed of its GPU; None on the CPU.
     """
 
     scalars: Mapping[str, Any]
@@ -176,6 +193,7 @@ class TrainReport:
     nonfinite: str | None
     state_checksum: str | None
     seconds: float
+    gpu_memory: GpuMemory | None = None
 
 
 @dataclass

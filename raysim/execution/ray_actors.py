@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from raysim.execution.work import (
     finish_probe,
     fuse_models,
     probe_client,
+    probe_clients,
     reference_at,
     sum_group,
     train_client,
@@ -67,6 +68,17 @@ class WorkActor:
         return probe_client(
             self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
         )
+
+    def score_many(
+        self,
+        client_ids: Sequence[int],
+        attempt: int,
+        broadcast: Broadcast,
+        reference: Sums | None,
+        *updates: Arrays,
+    ) -> list[tuple[Probe, float]]:
+        """Probe several clients' models in one call; the updates are read where the object store has them."""
+        return probe_clients(self._setup, self._objective, broadcast, updates, reference, client_ids, attempt=attempt)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def accumulate(
@@ -116,5 +128,12 @@ def _device() -> torch.device:
 
     `torch.cuda.is_available()` alone is no test: Ray lets actors without a GPU see all of them.
     """
-    assigned: Any = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return torch.device("cuda" if assigned and torch.cuda.is_available() else "cpu")
+    context = ray.get_runtime_context()
+    assigned: Any = context.get_accelerator_ids().get("GPU", [])
+    if not assigned or not torch.cuda.is_available():
+        return torch.device("cpu")
+    share = float(context.get_assigned_resources().get("GPU", 1.0))
+    if share < 1:
+        # One that wants more than its share fails, instead of its neighbours.
+        torch.cuda.set_per_process_memory_fraction(share)
+    return torch.device("cuda")

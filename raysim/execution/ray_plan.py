@@ -21,7 +21,9 @@ STORE_SHARE = 0.3
 STORE_FULL = 0.8
 """Share of an object store at which Ray begins to move objects to disk."""
 ACTORS_PER_GPU = 8
-"""Most actors that `num_gpus: auto` puts on one GPU: each costs a CUDA context of 0.3 to 0.6 GB."""
+"""Most actors that `num_gpus: auto` puts on one GPU: each costs a CUDA context."""
+CONTEXT_MEMORY = 600 * 2**20
+"""GPU memory of a process beside torch's tensors, in bytes: a CUDA context takes 0.3 to 0.6 GB."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +343,32 @@ def _auto_scorers(nodes: Sequence[Node], client: _Actor, scorer: _Actor, demand:
     # More scorers than models in a round have nothing to do, and room for a client is left.
     wanted = min(wanted, demand.cohort)
     return max(1, _Packing(nodes, memory).place(scorer, wanted, beside=client))
+
+
+def proposed_share(peak_bytes: int, total_bytes: int, context_bytes: int = CONTEXT_MEMORY) -> int:
+    """Largest k for which k such processes take no more than 0.9 of a GPU; at least 1.
+
+    Args:
+        peak_bytes: Most that torch held in a process.
+        total_bytes: The GPU's memory.
+        context_bytes: What a process takes beside that.
+    """
+    return max(1, int(0.9 * total_bytes / (peak_bytes + context_bytes)))
+
+
+def memory_line(peak_bytes: int, total_bytes: int, share: Fraction) -> str | None:
+    """What share of a GPU client actors need, in words; None if it is the one that they have.
+
+    Args:
+        peak_bytes: Most that torch held in any of them.
+        total_bytes: The GPU's memory.
+        share: What each of them has of a GPU.
+    """
+    fitting = Fraction(1, proposed_share(peak_bytes, total_bytes))
+    if share == fitting:
+        return None
+    peak, total = peak_bytes / 2**30, total_bytes / 2**30
+    return f"client actors peak at {peak:.1f} GiB of {total:.0f} GiB: execution.client.num_gpus: {fitting} would fit"
 
 
 def _share(cpus: float, gpus: Fraction) -> str:

@@ -49,7 +49,7 @@ class ActorSettings(Section):
 
 @dataclass(frozen=True)
 class ExecutionSettings(Section):
-    """Where and how the work runs. Nothing here but `threads` can change a number of the result.
+    """Where and how the work runs. Nothing here but `threads` and `clients_per_call` can change a number of the result.
 
     Attributes:
         backend: `ray` or `serial` (in this process, for debugging).
@@ -64,6 +64,9 @@ class ExecutionSettings(Section):
             client of the run its own; or a number.
         scorer_actors: `auto` or a number.
         threads: Torch threads per process; part of the numerics, the same for `serial`.
+        clients_per_call: Most clients' models that a scorer scores in one call, vectorised (ray only): faster for small
+            models on GPUs, for that many times the memory. Sums then have other last bits, and which clients share a call
+            depends on which updates wait at the time: above 1, results repeat to about 1e-5 only.
         client: Resources of a client actor.
         scorer: Resources of a scorer actor.
         retries: How often a unit of work is run again after its actor died.
@@ -85,6 +88,7 @@ class ExecutionSettings(Section):
     client_actors: Literal["auto", "per_client"] | Count = "auto"
     scorer_actors: Literal["auto"] | Count = "auto"
     threads: Count = 1
+    clients_per_call: Count = 1
     client: ActorSettings = field(default_factory=ActorSettings)
     scorer: ActorSettings = field(default_factory=ActorSettings)
     retries: NonNegativeInt = 2

@@ -17,15 +17,15 @@ import torch
 
 from raysim.algorithms.base import Coefficients
 from raysim.evaluation import ShardPredictions, predict_shard
-from raysim.execution.base import GROUP, Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
+from raysim.execution.base import GROUP, Broadcast, FusedModel, GpuMemory, Packed, Setup, TrainReport, WorkItem
 from raysim.execution.faults import strike
 from raysim.fusion.base import Candidates
 from raysim.models import build_model
-from raysim.objective import Batch, ModelObjective
+from raysim.objective import Batch, BatchSums, ModelObjective, Precision, stacked_sums
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums
+from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums, sums_of
 
 Shard = Sequence[np.ndarray]
 """Part of the validation set: batches, each the positions of its images."""
@@ -41,21 +41,24 @@ def build_objective(setup: Setup, device: torch.device | str = "cpu") -> ModelOb
 
 
 @contextmanager
-def torch_settings(setup: Setup, device: torch.device) -> Iterator[None]:
-    """Threads, gradient mode and determinism of a unit of work; put back afterwards.
+def torch_settings(setup: Setup, device: torch.device, precision: Precision = "float32") -> Iterator[None]:
+    """Threads, gradient mode, TF32 and determinism of a unit of work; put back afterwards.
 
     All of them are set for every unit because a process may be shared (serial) or run units on several threads (actors).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(setup.threads)
     # Only where it matters: the switch imports torch's compiler, seconds of start-up in every actor.
-    strict = device.type == "cuda" and setup.deterministic and not torch.are_deterministic_algorithms_enabled()
+    on_gpu = device.type == "cuda"
+    strict = on_gpu and setup.deterministic and not torch.are_deterministic_algorithms_enabled()
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     flags = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    if on_gpu:
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
     if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
+        cudnn.benchmark = False
     try:
         with torch.enable_grad():
             yield
@@ -63,6 +66,7 @@ def torch_settings(setup: Setup, device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
         if strict:
             torch.use_deterministic_algorithms(False)
+        if on_gpu:
             matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = flags
 
 
@@ -85,8 +89,10 @@ def train_client(
     started = time.perf_counter()
     faults = strike(setup.faults, "train", item.client_id, broadcast.round_num, attempt)
     device = objective.device
-    with torch_settings(setup, device):
-        bound = objective.on(setup.train.take(setup.partition.of(item.client_id)))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch_settings(setup, device, setup.client_precision):
+        bound = objective.on(setup.train.take(setup.partition.of(item.client_id)), setup.client_precision)
         server = broadcast.server.unpack(device)
         bound.load(server.params, broadcast.buffers.unpack(device))
         client = state.unpack(device) if state.kind is not None else setup.algorithm.init_client(server.params)
@@ -106,8 +112,16 @@ def train_client(
         nonfinite=_first_nonfinite(arrays, packed.arrays, scalars, bound.layout),
         state_checksum=None if client is None else record_checksum(client),
         seconds=time.perf_counter() - started,
+        gpu_memory=gpu_memory_of(device),
     )
     return arrays, packed, report
+
+
+def gpu_memory_of(device: torch.device) -> GpuMemory | None:
+    """What this process has needed of its GPU since its peak was last reset; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return GpuMemory(torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[1])
 
 
 def probe_client(
@@ -144,8 +158,8 @@ def accumulate_shards(
     setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, shards: Sequence[Shard]
 ) -> list[Sums]:
     """The weighting's sums for one client's model over each of some shards."""
-    with torch_settings(setup, objective.device):
-        bound = objective.on(setup.validation)
+    with torch_settings(setup, objective.device, setup.scoring.precision):
+        bound = objective.on(setup.validation, setup.scoring.precision)
         buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
         bound.load(_trained_params(broadcast, arrays, objective.device), buffers)
         _recalibrate(setup, bound, setup.weighting.needs)
@@ -173,10 +187,86 @@ def _trained_params(broadcast: Broadcast, arrays: Arrays, device: torch.device) 
     return params
 
 
+def probe_clients(
+    setup: Setup,
+    objective: ModelObjective,
+    broadcast: Broadcast,
+    updates: Sequence[Arrays],
+    reference: Sums | None,
+    client_ids: Sequence[int],
+    *,
+    attempt: int = 1,
+) -> list[tuple[Probe, float]]:
+    """Score several clients' models in one call: what `probe_client` finds of each, up to rounding.
+
+    A weighting that gathers sums of its own is asked model by model.
+
+    Args:
+        setup: The run.
+        objective: The process's bound model; overwritten.
+        broadcast: Server state at the start of the round.
+        updates: The clients' updates.
+        reference: What `reference_at` found, if the weighting wants it.
+        client_ids: Whose updates.
+        attempt: For test faults only.
+
+    Returns:
+        Each client's probe and its part of the seconds.
+
+    Raises:
+        RunError: The network cannot compute several models in one call; names `execution.clients_per_call`.
+    """
+    weighting = setup.weighting
+    if len(updates) == 1 or not weighting.stackable:
+        return [
+            probe_client(setup, objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt)
+            for client_id, arrays in zip(client_ids, updates, strict=True)
+        ]
+    started = time.perf_counter()
+    for client_id in client_ids:
+        strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
+    device, shards = objective.device, setup.scoring_shards
+    with torch_settings(setup, device, setup.scoring.precision):
+        server = broadcast.server.unpack(device)
+        bound = objective.on(setup.validation, setup.scoring.precision)
+        params = torch.stack([server.params + as_tensor(arrays["delta"], device) for arrays in updates])
+        own = [Buffers(as_tensor(a[BUFFER_FLOATS], device), as_tensor(a[BUFFER_INTS], device)) for a in updates]
+        if setup.scoring.batch_norm == "recalibrate":
+            own = [_recalibrated(setup, bound, *model) for model in zip(params, own, strict=True)]
+        buffers = Buffers(torch.stack([b.floats for b in own]), torch.stack([b.ints for b in own]))
+        with bound.scoring(setup.scoring.batch_norm):
+            of_shards = [_stacked(bound, params, buffers, shard, weighting.needs) for shard in shards]
+        probes = [
+            weighting.finish(add_sums(sums), Scored(model, server.params, bound.layout, reference))
+            for model, sums in zip(params, zip(*of_shards, strict=True), strict=True)
+        ]
+    seconds = (time.perf_counter() - started) / len(updates)
+    return [(probe, seconds) for probe in probes]
+
+
+def _recalibrated(setup: Setup, bound: ModelObjective, params: torch.Tensor, buffers: Buffers) -> Buffers:
+    """A model's buffers under `scoring.batch_norm: recalibrate`."""
+    bound.load(params, buffers)
+    _recalibrate(setup, bound, setup.weighting.needs)
+    return Buffers(bound.buffers.floats.clone(), bound.buffers.ints.clone())
+
+
+def _stacked(
+    bound: ModelObjective, params: torch.Tensor, buffers: Buffers, shard: Sequence[np.ndarray], needs: Needs
+) -> list[Sums]:
+    """The sums of each of several models over one shard."""
+    grads, sums = stacked_sums(bound, params, buffers, _batches(bound, shard), gradient=needs == "gradient")
+    losses, correct = sums.loss.cpu(), sums.correct.cpu()
+    return [
+        sums_of(None if grads is None else grads[i], BatchSums(losses[i], correct[i], sums.count))
+        for i in range(len(params))
+    ]
+
+
 def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
     """What the weighting needs of the global model on the validation set."""
-    with torch_settings(setup, objective.device):
-        bound = objective.on(setup.validation)
+    with torch_settings(setup, objective.device, setup.scoring.precision):
+        bound = objective.on(setup.validation, setup.scoring.precision)
         bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
         _recalibrate(setup, bound, setup.weighting.reference_needs)
         with bound.scoring(setup.scoring.batch_norm):

@@ -37,6 +37,7 @@ class ClientRecord:
         train_s: Seconds of local work.
         score_s: Seconds of scoring.
         queue_s: Seconds between its update being ready and scoring begun.
+        peak_memory: Most GPU memory, in bytes, that its local work held.
         actor: Name of the actor that trained it.
         pid: Process id of that actor.
         node: Id of the node of that actor.
@@ -64,6 +65,7 @@ class ClientRecord:
     train_s: float | None = None
     score_s: float | None = None
     queue_s: float | None = None
+    peak_memory: int | None = None
     actor: str | None = None
     pid: int | None = None
     node: str | None = None

@@ -78,6 +78,7 @@ COLUMNS: Mapping[TableName, Mapping[str, tuple[Any, str]]] = {
         "train_s": (pa.float64(), "Seconds of local work."),
         "score_s": (pa.float64(), "Seconds of scoring."),
         "queue_s": (pa.float64(), "Seconds between the update being ready and scoring begun."),
+        "peak_memory": (pa.int64(), "Most GPU memory, in bytes, that local work held; null on CPUs."),
         "actor": (pa.string(), "Name of the actor that trained the client."),
         "pid": (pa.int32(), "Process id of that actor."),
         "node": (pa.string(), "Id of the node of that actor."),
@@ -152,9 +153,11 @@ def read_table(folder: Path, table: TableName) -> Any:
         table: `rounds` or `clients`.
 
     Returns:
-        A `pyarrow.Table` of schema `ROUNDS` or `CLIENTS`, sorted by round (and client); empty if no round is done.
+        A `pyarrow.Table` of schema `ROUNDS` or `CLIENTS`, sorted by round (and client); empty if no round is done. A column
+        that an older version did not write is null.
     """
     schema = _SCHEMAS[table]
     paths = sorted((folder / table).glob("[0-9]*.parquet"))
-    parts = [pq.ParquetFile(path).read().select(schema.names).cast(schema) for path in paths]
-    return pa.concat_tables([schema.empty_table(), *parts]).sort_by([(key, "ascending") for key in _KEYS[table]])
+    parts = [pq.ParquetFile(path).read() for path in paths]
+    rows = pa.concat_tables([schema.empty_table(), *parts], promote_options="default").select(schema.names).cast(schema)
+    return rows.sort_by([(key, "ascending") for key in _KEYS[table]])

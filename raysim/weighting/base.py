@@ -5,6 +5,8 @@ Shapes: C clients of the cohort that returned a usable update, U units, P traina
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +16,7 @@ import numpy as np
 
 from raysim.errors import RunError
 from raysim.fields import Count, Section
-from raysim.objective import Batch, BatchNormMode, Objective
+from raysim.objective import Batch, BatchNormMode, BatchSums, Objective, Precision
 from raysim.vector import Granularity, Unit, Vector, VectorLayout
 
 Sums = Mapping[str, np.ndarray]
@@ -37,11 +39,14 @@ class ScoringSettings(Section):
             scored (a third more work). They can rank clients in opposite order.
         batch_size: Validation images per pass. Batches are fixed for the run and class-stratified.
         shards: Fixed parts of whole batches; their gradient sums are added in shard order.
+        precision: `float32`; `tf32`: products on GPUs are rounded to TF32 (no effect on CPUs); `bfloat16`: the forward pass
+            is computed in bfloat16, parameters and gradients stay float32. The faster ones repeat as well, to other bits.
     """
 
     batch_norm: BatchNormMode = "batch"
     batch_size: Count = 256
     shards: Count = 1
+    precision: Precision = "float32"
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,11 @@ class Weighting(Section, ABC):
         return self.needs != "nothing"
 
     @property
+    def stackable(self) -> bool:
+        """Whether several models can be scored in one call: it wants the plain sums over the validation set."""
+        return type(self).accumulate is Weighting.accumulate and self.needs in ("losses", "gradient")
+
+    @property
     def granularity(self) -> Granularity | Literal["model"]:
         """The units that get weights of their own."""
         return "model"
@@ -313,11 +323,16 @@ def validation_sums(objective: Objective, batches: Iterable[Batch], needs: Needs
     gradient = needs == "gradient"
     objective.grad.zero_()
     sums = [objective.add_gradient(batch) if gradient else objective.losses(batch) for batch in batches]
+    return sums_of(objective.grad if gradient else None, functools.reduce(operator.add, sums))
+
+
+def sums_of(gradient: Vector | None, sums: BatchSums) -> Sums:
+    """One model's sums as arrays, fetched from its device."""
     return {
-        **({"gradient": objective.grad.cpu().numpy().astype(np.float64)} if gradient else {}),
-        "loss": np.array(sum(s.loss for s in sums), dtype=np.float64),
-        "correct": np.array(sum(s.correct for s in sums)),
-        "count": np.array(sum(s.count for s in sums)),
+        **({} if gradient is None else {"gradient": gradient.cpu().numpy().astype(np.float64)}),
+        "loss": np.array(float(sums.loss), dtype=np.float64),
+        "correct": np.array(int(sums.correct)),
+        "count": np.array(sums.count),
     }
 
 

@@ -19,6 +19,8 @@ from raysim.execution.ray_plan import (
     better_split,
     local_nodes,
     make_plan,
+    memory_line,
+    proposed_share,
     starts_ray,
 )
 from raysim.execution.settings import ActorSettings, ExecutionSettings, gpu_share
@@ -449,3 +451,23 @@ def test_when_raysim_starts_a_ray_of_its_own(monkeypatch):
     assert starts_ray(ExecutionSettings())
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert not starts_ray(ExecutionSettings())
+
+
+# ---- memory of GPUs ----
+
+
+@given(st.integers(0, 100 * GIB), st.integers(1, 200 * GIB), st.integers(1, GIB))
+def test_the_proposed_share_is_the_smallest_that_fits(peak, total, context):
+    k = proposed_share(peak, total, context)
+    assert k == 1 or k * (peak + context) <= 0.9 * total
+    assert (k + 1) * (peak + context) > 0.9 * total * (1 - 1e-12)
+
+
+def test_the_share_that_would_fit_in_words():
+    assert proposed_share(GIB, 80 * GIB, GIB) == 36
+    assert proposed_share(200 * GIB, 80 * GIB) == 1, "it is there, so one fits"
+    peak = int(1.2 * GIB)
+    words = "client actors peak at 1.2 GiB of 79 GiB: execution.client.num_gpus: 1/39 would fit"
+    assert memory_line(peak, 79 * GIB, Fraction(1, 2)) == words
+    assert memory_line(peak, 79 * GIB, Fraction(1, 39)) is None, "as it is"
+    assert memory_line(60 * GIB, 79 * GIB, Fraction(1, 2)).endswith("num_gpus: 1 would fit")

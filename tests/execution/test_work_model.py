@@ -268,3 +268,54 @@ def test_too_few_usable_clients_end_the_run(tmp_path):
     _check_enough(prepared, 4, [*ok, Outcome(3, 3), bad])
     _check_enough(prepared, 4, ok)
     assert json.dumps(bad.reason)
+
+
+def test_each_part_of_a_round_computes_in_its_precision(prepared):
+    """Against float32: local training, scoring and the reference in bfloat16 are close; fusion and tests are untouched."""
+    broadcast, state = moved(prepared), prepared.initial
+    item = WorkItem(0, 0, None, prepared.population.num_examples[0])
+
+    def parts(client: str, scoring: str):
+        setup = replace(
+            prepared.setup,
+            client_precision=client,
+            scoring=replace(prepared.setup.scoring, precision=scoring),
+            weighting=FedVG(),
+            fusion=Finetune(training=FinetuneTraining(batch_size=32)),
+        )
+        objective = work.build_objective(setup)
+        arrays, _, report = work.train_client(setup, objective, broadcast, item, Packed(None, {}))
+        assert {array.dtype for name, array in arrays.items() if name != work.BUFFER_INTS} == {np.dtype(np.float32)}
+        assert report.gpu_memory is None
+        fixed = {
+            "delta": np.full(objective.layout.size, 0.01, np.float32),
+            work.BUFFER_FLOATS: state.buffers.floats.numpy(),
+            work.BUFFER_INTS: state.buffers.ints.numpy(),
+        }
+        probe, _ = work.probe_client(setup, objective, broadcast, fixed, None, client_id=0)
+        ((both, _), _) = work.probe_clients(setup, objective, broadcast, [fixed, fixed], None, (0, 1))
+        merged = Packed.of(state.server), Packed.of(state.buffers)
+        fused = work.fuse_models(setup, objective, broadcast, *merged, np.ones(1), ())
+        tested = work.evaluate_shard(setup, objective, *merged, 0)
+        reference = work.reference_at(replace(setup, weighting=Direction()), objective, broadcast)["gradient"]
+        return arrays["delta"], probe.values, both.values, reference, fused.params, tested.loss
+
+    plain = parts("float32", "float32")
+    for changed, precisions in (({0}, ("bfloat16", "float32")), ({1, 2, 3}, ("float32", "bfloat16"))):
+        found = parts(*precisions)
+        for i, (one, other) in enumerate(zip(plain, found, strict=True)):
+            assert np.array_equal(one, other) == (i not in changed)
+            assert np.linalg.norm(other - one) <= 0.05 * np.linalg.norm(one)
+
+
+@pytest.mark.parametrize(("precision", "tf32"), [("float32", False), ("tf32", True), ("bfloat16", False)])
+def test_tf32_is_on_inside_only_and_only_if_asked_for(prepared, precision, tf32):
+    """The switches exist without a GPU."""
+    setup = replace(prepared.setup, deterministic=False)
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    with work.torch_settings(setup, torch.device("cuda"), precision):
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == (tf32, tf32)
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+    with work.torch_settings(setup, torch.device("cpu"), precision):
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == before

@@ -164,6 +164,17 @@ def test_discard_after(tmp_path, make_round, make_client):
     assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == [f"0000{n}.parquet" for n in (0, 1, 2)]
 
 
+def test_a_column_that_an_older_version_did_not_write_is_null(tmp_path, make_round, make_client):
+    writer = TableWriter(tmp_path)
+    for number in (1, 2):
+        writer.write_round(make_round(number), [make_client(0, number, peak_memory=5)])
+    path = tmp_path / "clients" / "00001.parquet"
+    pq.write_table(pq.ParquetFile(path).read().drop_columns(["peak_memory"]), path)
+    table = read_table(tmp_path, "clients")
+    assert table["peak_memory"].to_pylist() == [None, 5]
+    assert table.schema.equals(CLIENTS)
+
+
 def test_a_record_of_another_round_is_refused(tmp_path, make_round, make_client):
     with pytest.raises(ValueError, match="another round than 2"):
         TableWriter(tmp_path).write_round(make_round(2), [make_client(0, 1)])
