@@ -87,6 +87,7 @@ class RoundState:
         buffers: Buffers of the global model.
         clients: By client id, a handle of the executor to the client's state; a client that never took part has none.
         client_checksums: By client id, the checksum of that state.
+        probes: By client id, the last probe and its round, where scores are kept for some rounds.
     """
 
     round_num: int
@@ -94,6 +95,7 @@ class RoundState:
     buffers: Buffers
     clients: Mapping[int, Any] = field(default_factory=dict)
     client_checksums: Mapping[int, str] = field(default_factory=dict)
+    probes: Mapping[int, Any] = field(default_factory=dict)
 
 
 def to_arrays(record: Any) -> Arrays:

@@ -24,7 +24,7 @@ from raysim.execution.work import (
     train_client,
 )
 from raysim.state import Arrays
-from raysim.weighting.base import Probe, Sums
+from raysim.weighting.base import Probe, Sums, Tally
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -56,13 +56,30 @@ class WorkActor:
         """Three objects: the vectors stay on this node, the report is small enough to travel inline."""
         return train_client(self._setup, self._objective, broadcast, item, state, attempt=attempt)
 
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def score(
-        self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays, reference: Sums | None
-    ) -> tuple[Probe, float]:
-        """Probe one client's model."""
-        return probe_client(
-            self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
+        self,
+        client_id: int,
+        attempt: int,
+        broadcast: Broadcast,
+        arrays: Arrays,
+        reference: Tally | None,
+        level: int = 0,
+        sums: Sums | None = None,
+    ) -> tuple[Sums | None, tuple[Probe, float]]:
+        """Probe one client's model. Two objects: sums stay on this node if images may be added to them, else there are none."""
+        probe, seconds, total = probe_client(
+            self._setup,
+            self._objective,
+            broadcast,
+            arrays,
+            reference,
+            client_id=client_id,
+            attempt=attempt,
+            level=level,
+            sums=sums,
         )
+        return total if self._setup.scoring.grows else None, (probe, seconds)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def sum(self, coefficients: Mapping[str, Coefficients], *updates: Arrays) -> tuple[Arrays, int]:
@@ -73,9 +90,9 @@ class WorkActor:
         """The sums of all groups."""
         return add_groups(groups)
 
-    def reference(self, broadcast: Broadcast) -> Sums | None:
+    def reference(self, broadcast: Broadcast, level: int = 0, sums: Sums | None = None) -> Tally | None:
         """What the weighting needs of the global model."""
-        return reference_at(self._setup, self._objective, broadcast)
+        return reference_at(self._setup, self._objective, broadcast, level, sums)
 
     def fuse(
         self, broadcast: Broadcast, merged: Packed, buffers: Packed, weights: np.ndarray, *updates: Arrays

@@ -62,7 +62,7 @@ class RayBackend:
         return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:
-        """Run a unit; of training and of a group's sum only the short report is waited for, vectors stay where they are."""
+        """Run a unit; of training, scores and sums only the short report is waited for, vectors stay where they are."""
         actor = self._actors[slot]
         if unit.kind == "train":
             item, broadcast, state = unit.payload
@@ -72,7 +72,8 @@ class RayBackend:
             *vectors, report = actor.sum.remote(*unit.payload)
             ref = self._keep(slot, vectors, report)
         elif unit.kind == "score":
-            ref = actor.score.remote(unit.key, unit.attempt, *unit.payload)
+            *vectors, report = actor.score.remote(unit.key, unit.attempt, *unit.payload)
+            ref = self._keep(slot, vectors, report)
         else:
             ref = getattr(actor, unit.kind).remote(*unit.payload)
         return ref
@@ -91,7 +92,7 @@ class RayBackend:
         return list(ready)
 
     def result(self, ref: Ref) -> Any:
-        """The value; for training and for sums the report with the references of the vectors."""
+        """The value; for training, scores and sums the report with the references of the vectors."""
         vectors = self._vectors.pop(self._slots.pop(ref, ""), None)
         try:
             with signals_heard():

@@ -41,7 +41,7 @@ from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import add_groups, groups_of, sum_updates
 from raysim.state import Arrays, Buffers, ServerState
 from raysim.vector import Vector
-from raysim.weighting.base import Sums
+from raysim.weighting.base import Tally
 
 logger = logging.getLogger("raysim.ray")
 
@@ -135,13 +135,42 @@ class RayExecutor:
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Train the cohort, probing each update as soon as it is there."""
         assert self._backend is not None
         limit = self._settings.unit_timeout_s
         run = _CohortRun(self._setup, self._clients, self._scorers, self.plan, broadcast, observer, limit)
         self._units = run.units
         return run.run(items, self._backend)
+
+    def score_more(
+        self, broadcast: Broadcast, outcomes: Sequence[Outcome], level: int, reference: Tally | None
+    ) -> Tally | None:
+        """Score the images that a level adds; of what is lost with its node, all levels again."""
+        head, label = ray.put(broadcast), f"round {broadcast.round_num} level {level}"
+        if reference is not None:
+            (done,) = self._on_scorers([Unit("reference", -1, label, (head, level, reference.total))])
+            reference = done.value
+        base = ray.put(reference)
+        for _ in range(self._settings.retries + 1):
+            units = [
+                Unit("score", o.client_id, f"{label} client {o.client_id}", (head, o.update, base, level, o.sums))
+                for o in outcomes
+            ]
+            try:
+                scored = self._on_scorers(units)
+            except InputLost as lost:
+                logger.warning("%s: something was lost with its node and is made again: %s", label, lost)
+                for outcome in outcomes:
+                    self._update(outcome)
+                    outcome.sums = None
+                continue
+            for outcome, done in zip(outcomes, scored, strict=True):
+                (outcome.probe, seconds), outcome.sums = done.value
+                outcome.score_seconds = (outcome.score_seconds or 0.0) + seconds
+                outcome.check_probe()
+            return reference
+        raise RunError(f"{label}: the inputs of scores were lost {self._settings.retries + 1} times")
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums: on the driver, one update in memory at a time, or in groups on the scorers."""
@@ -290,12 +319,12 @@ class _CohortRun:
         self.units: dict[int, Unit] = {}
         self._ready: dict[int, float] = {}
         self._wants_reference = setup.weighting.reference_needs != "nothing"
-        self._reference: Sums | None = None
+        self._reference: Tally | None = None
         self._reference_ref: Any = None
         self._waiting: list[Unit] = []
         self._last_trained = time.monotonic()
 
-    def run(self, items: Sequence[WorkItem], backend: RayBackend) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    def run(self, items: Sequence[WorkItem], backend: RayBackend) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Run all items to their end."""
         pools = (self._clients, self._scorers)
         started = time.monotonic()
@@ -361,6 +390,11 @@ class _CohortRun:
         if done.unit.attempt == 1 or outcome.client_id not in self._ready:
             self._observer.client_trained(outcome.client_id)
         if outcome.status == "ok" and self._setup.weighting.needs_probe:
+            kept = done.unit.payload[0].kept
+            if kept is not None:
+                outcome.keep_probe(kept, self._round_num)
+                self._observer.client_scored(outcome.client_id)
+                return
             self._ready[outcome.client_id] = time.monotonic()
             unit = self._scoring_unit("score", outcome.client_id, done.unit.label, (self._broadcast, outcome.update))
             unit = replace(unit, near=done.place.node if done.place else None)
@@ -385,7 +419,8 @@ class _CohortRun:
         if done.error is not None:
             self._fail(outcome, done)
         else:
-            outcome.probe, outcome.score_seconds = done.value
+            (outcome.probe, outcome.score_seconds), outcome.sums = done.value
+            outcome.score_age = 0
             outcome.queue_seconds = max(0.0, done.started - self._ready[outcome.client_id])
             outcome.check_probe()
         self._observer.client_scored(outcome.client_id)

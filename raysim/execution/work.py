@@ -21,11 +21,12 @@ from raysim.execution.base import GROUP, Broadcast, FusedModel, Packed, Setup, T
 from raysim.execution.faults import strike
 from raysim.fusion.base import Candidates
 from raysim.models import build_model
-from raysim.objective import Batch, ModelObjective
+from raysim.objective import Batch, ModelObjective, Objective
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
+from raysim.subset import Shards, subset_shards
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums
+from raysim.weighting.base import Needs, Probe, Scored, Sums, Tally, add_sums
 
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
@@ -107,17 +108,28 @@ def train_client(
     return arrays, packed, report
 
 
+def scoring_shards(setup: Setup, round_num: int, level: int = 0) -> Shards:
+    """The validation batches of a round, by shard: those of the run; or of the round's subset, what a level adds to it."""
+    subset = setup.scoring.subset
+    if subset is None:
+        return setup.scoring_shards
+    rng = rng_for(setup.seed, Purpose.SCORING, round_num=round_num)
+    return subset_shards(setup.validation.labels, subset, setup.scoring.batch_size, level, rng)
+
+
 def probe_client(
     setup: Setup,
     objective: ModelObjective,
     broadcast: Broadcast,
     arrays: Arrays,
-    reference: Sums | None,
+    reference: Tally | None,
     *,
     client_id: int,
     attempt: int = 1,
-) -> tuple[Probe, float]:
-    """Score one client's model, `params + delta` with the client's own buffers, on the validation set.
+    level: int = 0,
+    sums: Sums | None = None,
+) -> tuple[Probe, float, Sums]:
+    """Score one client's model, `params + delta` with the client's own buffers, on the validation set or a subset of it.
 
     Args:
         setup: The run.
@@ -127,9 +139,11 @@ def probe_client(
         reference: What `reference_at` found, if the weighting wants it.
         client_id: Whose update.
         attempt: For test faults only.
+        level: How far the subset has grown.
+        sums: Those of the level before; None: all levels are scored, with the same bits.
 
     Returns:
-        The probe and the seconds it took.
+        The probe, the seconds it took, and the sums over all images so far.
     """
     started = time.perf_counter()
     strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
@@ -139,21 +153,60 @@ def probe_client(
         buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
         bound = objective.on(setup.validation)
         bound.load(params, buffers)
-        _recalibrate(setup, bound, setup.weighting.needs)
+        _recalibrate(setup, bound, setup.weighting.needs, broadcast.round_num)
         with bound.scoring(setup.scoring.batch_norm):
-            sums = add_sums(setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in setup.scoring_shards)
-        probe = setup.weighting.finish(sums, Scored(params, server.params, bound.layout, reference))
-    return probe, time.perf_counter() - started
+            gather = setup.weighting.accumulate
+            tally = _tally(setup, bound, broadcast.round_num, level, sums, gather)
+
+        def finish(sums: Sums, reference: Sums | None) -> Probe:
+            return setup.weighting.finish(sums, Scored(params, server.params, bound.layout, reference))
+
+        probe = finish(tally.total, reference.total if reference else None)
+        if tally.parts is not None:
+            first, second = map(finish, tally.parts, (reference.parts if reference else None) or (None, None))
+            probe = replace(probe, halves=(first, second))
+    return probe, time.perf_counter() - started, tally.total
 
 
-def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
-    """What the weighting needs of the global model on the validation set."""
+def reference_at(
+    setup: Setup, objective: ModelObjective, broadcast: Broadcast, level: int = 0, sums: Sums | None = None
+) -> Tally | None:
+    """What the weighting needs of the global model on the validation set, or on a subset as `probe_client` scores it."""
+    weighting = setup.weighting
+    if weighting.reference_needs == "nothing":
+        return None
     with torch_settings(setup, objective.device):
         bound = objective.on(setup.validation)
         bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
-        _recalibrate(setup, bound, setup.weighting.reference_needs)
+        _recalibrate(setup, bound, weighting.reference_needs, broadcast.round_num)
+
+        def gather(objective: Objective, shard: Iterable[Batch]) -> Sums:
+            found = weighting.reference(objective, [shard])
+            assert found is not None
+            return found
+
         with bound.scoring(setup.scoring.batch_norm):
-            return setup.weighting.reference(bound, [_batches(bound, shard) for shard in setup.scoring_shards])
+            return _tally(setup, bound, broadcast.round_num, level, sums, gather)
+
+
+def _tally(
+    setup: Setup,
+    bound: ModelObjective,
+    round_num: int,
+    level: int,
+    sums: Sums | None,
+    gather: Callable[[Objective, Iterable[Batch]], Sums],
+) -> Tally:
+    """What is gathered on the shards of the validation set, or on those of a level of a subset beside all before it."""
+    if setup.scoring.subset is None:
+        return Tally(add_sums(gather(bound, _batches(bound, shard)) for shard in setup.scoring_shards))
+    tally = None if sums is None else Tally(sums)
+    for step in range(0 if sums is None else level, level + 1):
+        for shard in scoring_shards(setup, round_num, step):
+            new = gather(bound, _batches(bound, shard))
+            tally = Tally(new) if tally is None else Tally.of(tally.total, new)
+    assert tally is not None, "level 0 has two shards"
+    return tally
 
 
 def fuse_models(
@@ -257,10 +310,13 @@ def add_groups(groups: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarr
     return totals
 
 
-def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs) -> None:
-    """Under `scoring.batch_norm: recalibrate`, statistics of the validation set for the model that is about to be scored."""
+def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs, round_num: int) -> None:
+    """Under `scoring.batch_norm: recalibrate`, statistics of the validation set for the model that is about to be scored.
+
+    Of a subset those of its first images: sums of all its levels are taken at one and the same model.
+    """
     if setup.scoring.batch_norm == "recalibrate" and needs in ("losses", "gradient"):
-        bound.recalibrate(batch for shard in setup.scoring_shards for batch in _batches(bound, shard))
+        bound.recalibrate(batch for shard in scoring_shards(setup, round_num) for batch in _batches(bound, shard))
 
 
 def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:
