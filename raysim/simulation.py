@@ -209,11 +209,11 @@ def _weigh(prepared: Prepared, outcomes: Sequence[Outcome], reference: Tally | N
         return _Verdict(None, level)
     reports = [outcome.report(prepared.class_counts[outcome.client_id]) for outcome in usable]
     weights = weighting.weights(reports, reference.total if reference else None, layout)
-    fresh = weighting.reference_needs != "nothing" or any(outcome.score_age == 0 for outcome in usable)
-    if not (weighting.needs_images and fresh):
+    if not weighting.needs_images:
         return _Verdict(weights, level)
+    fresh = weighting.reference_needs != "nothing" or any(outcome.score_age == 0 for outcome in usable)
     if subset is None:
-        return _Verdict(weights, level, scored_images=size)
+        return _Verdict(weights, level, scored_images=size if fresh else None)
     sums = (reference.parts if reference else None) or (None, None)
     first, second = (
         weighting.weights([report.of_half(i) for report in reports], sums[i], layout).parameters for i in (0, 1)
@@ -221,7 +221,8 @@ def _weigh(prepared: Prepared, outcomes: Sequence[Outcome], reference: Tally | N
     parts = subset.parts(size, level)
     # With as many images again, the weights moved; before that, the halves say how far they would.
     movement = total_variation(first, weights.parameters) if level else 0.5 * total_variation(first, second)
-    return _Verdict(weights, level, weight_error(first, second, parts, size), movement, sum(parts))
+    error = weight_error(first, second, parts, size)
+    return _Verdict(weights, level, error, movement, sum(parts) if fresh else None)
 
 
 def _fresh_probes(scoring: ScoringSettings, round_num: int, usable: Sequence[Outcome]) -> dict[int, KeptProbe]:

@@ -385,7 +385,7 @@ class Combination(Weighting):
         """Those of all parts that need a gradient."""
         wanted = [part.gradient_units(layout) for part in self.parts if part.needs == "gradient"]
         some = [units for units in wanted if units is not None]
-        return tuple(unit for units in some for unit in units) if len(some) == len(wanted) else None
+        return tuple(unit for units in some for unit in units) if some and len(some) == len(wanted) else None
 
     def finish(self, sums: Sums, model: Scored) -> Probe:
         """The parts' probes; values and score are those of the first part that has units, or else a score."""
