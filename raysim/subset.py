@@ -82,7 +82,9 @@ def subset_shards(
 
 
 def total_variation(first: np.ndarray, second: np.ndarray) -> float:
-    """1/2 sum_k |a_k - b_k| of weights [C]; of weights [C, U] the mean over units."""
+    """1/2 sum_k |a_k - b_k| of weights [C]; of weights [C, U] the mean over units, which may share those of one side."""
+    if first.ndim != second.ndim:
+        first, second = (weights if weights.ndim == 2 else weights[:, None] for weights in (first, second))
     return float(0.5 * np.abs(first - second).sum(axis=0).mean())
 
 

@@ -98,6 +98,7 @@ def test_the_estimate_by_hand():
     assert weight_error(first, second, (3, 1), 16) == pytest.approx(np.sqrt(3) / 4 * 0.2 * np.sqrt(0.75))
     units = np.stack([first, second], axis=1), np.stack([second, second], axis=1)
     assert total_variation(*units) == pytest.approx(0.1), "the mean over two units, of which one agrees"
+    assert total_variation(units[0], second) == total_variation(second, units[0]) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("a", "b"), [(10, 10), (20, 10), (24, 25)])

@@ -50,7 +50,7 @@ class Setup:
         validation: The server's validation set.
         test: The test set.
         partition: Which training example belongs to which client.
-        scoring_shards: The validation set's fixed batches (index arrays), by shard.
+        scoring_shards: The validation set's fixed batches (index arrays), by shard; a subset has its own every round.
         evaluation_shards: Test examples by shard.
         evaluation_batch_size: Test images per pass.
         threads: Torch threads per process.

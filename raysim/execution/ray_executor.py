@@ -419,7 +419,8 @@ class _CohortRun:
         if done.error is not None:
             self._fail(outcome, done)
         else:
-            (outcome.probe, outcome.score_seconds), outcome.sums = done.value
+            (outcome.probe, outcome.score_seconds), sums = done.value
+            outcome.sums = sums if self._setup.scoring.grows else None
             outcome.score_age = 0
             outcome.queue_seconds = max(0.0, done.started - self._ready[outcome.client_id])
             outcome.check_probe()
