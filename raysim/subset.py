@@ -32,8 +32,8 @@ class SubsetSettings(Section):
 
     Attributes:
         images: Images that are scored, m: at least 4, two for each of the halves that show the error.
-        settle: While the weights still move by this much (total variation), the number of images is doubled, up to the whole
-            validation set; null: it stays as it is.
+        settle: While the last images moved the weights by this much or more (total variation; of the first images, half of
+            what lies between their halves), as many again are scored, up to the whole validation set; null: none are.
     """
 
     images: Annotated[int, Ge(4)]
