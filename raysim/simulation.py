@@ -115,11 +115,11 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     outcomes, reference, use = executor.run_cohort(broadcast, trainable, observer)
     _check_enough(prepared, round_num, outcomes)
 
-    clock = time.perf_counter()
-    verdict = _verdict(prepared, executor, broadcast, outcomes, reference)
     started = time.perf_counter()
+    verdict = _verdict(prepared, executor, broadcast, outcomes, reference)
     if verdict.level:
-        use = replace(use, score_tail_seconds=use.score_tail_seconds + started - clock)
+        scored, started = started, time.perf_counter()
+        use = replace(use, score_tail_seconds=use.score_tail_seconds + started - scored)
     usable = [outcome for outcome in outcomes if outcome.status == "ok"]
     server, buffers, weights = state.server, state.buffers, verdict.weights
     if weights is not None:
@@ -149,7 +149,7 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
         buffers,
         {**state.clients, **{client: o.state for client, o in changed.items()}},
         {**state.client_checksums, **{client: str(o.train.state_checksum) for client, o in changed.items() if o.train}},
-        {**state.probes, **_fresh_probes(setup.scoring, round_num, usable)},
+        {**kept, **_fresh_probes(setup.scoring, round_num, usable)},
     )
     sampled = {outcome.client_id: outcome for outcome in outcomes}
     complete = [sampled.get(i.client_id) or Outcome(i.client_id, i.position, "skipped", "no examples") for i in items]
