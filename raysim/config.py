@@ -146,6 +146,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"weighting: clip shortens updates in the mean only; {self.algorithm.name} keeps sums of whole ones too"
             )
+        if self.weighting.clips and self.scoring.rescore_every > 1:
+            raise ValueError(
+                f"scoring.rescore_every: {self.scoring.rescore_every} keeps lengths of earlier updates, but weighting: clip "
+                "needs those of this round; use 1"
+            )
         if self.fusion is not None:
             self.fusion.check(self.algorithm, self.weighting)
 
@@ -292,7 +297,8 @@ def _section_at(section: Any, key: str, given: Any) -> Any:
         registry = _registry(key)
         name = given.get("name") if isinstance(given, Mapping) else None
         return registry.get(str(name), next(iter(registry.values())))
-    return hint if dataclasses.is_dataclass(hint) else None
+    # A section that may be left out is a union with None.
+    return next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
 
 
 def _blame(path: KeyPath, section: Any, text: str) -> tuple[KeyPath, str]:

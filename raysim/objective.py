@@ -27,7 +27,7 @@ from raysim.data.arrays import ImageSet
 from raysim.errors import RunError
 from raysim.models import has_batch_norm
 from raysim.state import Buffers, as_tensor
-from raysim.vector import Vector, VectorLayout
+from raysim.vector import Unit, Vector, VectorLayout
 
 LastBatch = Literal["auto", "keep", "drop", "merge"]
 BatchNormMode = Literal["batch", "running", "recalibrate"]
@@ -97,6 +97,9 @@ class Objective(Protocol):
     def scoring(self, batch_norm: BatchNormMode) -> AbstractContextManager[None]:
         """Inside, nothing of the model changes but `grad`."""
 
+    def limited_to(self, units: Iterable[Unit]) -> AbstractContextManager[None]:
+        """Inside, gradients are taken of these units only."""
+
 
 class ModelObjective:
     """The objective of a `torch.nn.Module` with cross-entropy loss.
@@ -123,6 +126,7 @@ class ModelObjective:
             raise ValueError(f"a model needs trainable parameters of one type, got {sorted(map(str, dtypes))}")
         self.dtype = dtypes.pop()
         self.layout = VectorLayout.of(trainable)
+        self._trainable = [param for _, param in trainable]
         self.params = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
         self.grad = torch.zeros_like(self.params)
         for (_, param), part in zip(trainable, self.layout.slices, strict=True):
@@ -264,6 +268,23 @@ class ModelObjective:
             for norm in norms:
                 norm.track_running_stats = True
             self.module.train(was_training)
+
+    @contextmanager
+    def limited_to(self, units: Iterable[Unit]) -> Iterator[None]:
+        """Gradients of these units only: a backward pass ends at the first of them, and leaves `grad` alone elsewhere."""
+        parts = [part for unit in units for part in unit.slices]
+        others = [
+            param
+            for param, own in zip(self._trainable, self.layout.slices, strict=True)
+            if not any(part.start <= own.start < part.stop for part in parts)
+        ]
+        try:
+            for param in others:
+                param.requires_grad_(False)
+            yield
+        finally:
+            for param in others:
+                param.requires_grad_(True)
 
     @torch.no_grad()
     def recalibrate(self, batches: Iterable[Batch]) -> None:

@@ -62,10 +62,22 @@ class Prepared:
         return Demand(
             cohort=self.config.cohort_size,
             clients=self.population.num_clients,
-            scoring_ratio=PASSES[setup.weighting.needs] * len(setup.validation) / max(trained, 1.0),
+            scoring_ratio=self._scored / max(trained, 1.0),
             model_bytes=4 * self.population.layout.size,
             store_bytes=self._store_bytes(),
         )
+
+    @property
+    def _scored(self) -> float:
+        """Images that are scored per client and round, in forward and backward passes."""
+        setup, layout = self.setup, self.population.layout
+        needs = setup.weighting.needs
+        if needs == "gradient" and setup.weighting.gradient_units(layout) is not None:
+            needs = "losses"  # The backward pass ends in the last layers.
+        images = len(setup.validation) if setup.scoring.subset is None else setup.scoring.subset.images
+        # A client that takes part in a share of all rounds does so once when it is scored, and then for r - 1 rounds without.
+        share = self.config.cohort_size / self.population.num_clients
+        return PASSES[needs] * images / (1 + (setup.scoring.rescore_every - 1) * share)
 
     def _store_bytes(self) -> float:
         """Of a round: the updates of the cohort; of the run: the clients' states up to their budget, and the data."""
@@ -234,6 +246,12 @@ def _check_training(config: RunConfig, data: PreparedData, objective: ModelObjec
             raise ConfigError(
                 f"fusion.training.batch_size: {size} with last_batch: drop leaves no batch of {len(data.validation)} images"
             )
+    subset = config.scoring.subset
+    if subset is not None and subset.images > len(data.validation):
+        raise ConfigError(
+            f"scoring.subset.images: {subset.images}, but the validation set has {len(data.validation)}; give 4 to "
+            f"{len(data.validation)}, or subset: null for all of them"
+        )
     if objective.has_batch_norm:
         _check_batch_norm(config, data)
     if config.execution.backend == "serial" and client.timeout_s is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -25,7 +25,7 @@ from raysim.recording.tables import TableWriter
 from raysim.recording.tensorboard import TensorBoardWriter
 from raysim.state import RoundState, ServerState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
-from raysim.weighting.base import Weights
+from raysim.weighting.base import KeptProbe, Probe, Weights
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class RoundResult:
     use: PoolUse
     aggregate_s: float
     driver_bytes: int = 0
+    weight_error: float | None = None
+    scored_images: int | None = None
 
 
 class Recorder:
@@ -149,6 +151,8 @@ class Recorder:
             updated=weights is not None,
             weight_max=None if weights is None else float(weights.max()),
             weight_entropy=None if weights is None else _entropy(weights),
+            weight_error=result.weight_error,
+            scored_images=result.scored_images,
             train_s=use.train_seconds,
             score_tail_s=use.score_tail_seconds,
             aggregate_s=result.aggregate_s,
@@ -198,7 +202,9 @@ class Recorder:
         arrays = {f"server.{name}": array for name, array in to_arrays(state.server).items()}
         arrays |= {f"buffers.{name}": array for name, array in to_arrays(state.buffers).items()}
         clients = {str(k): {"file": entry.file, "checksum": entry.checksum} for k, entry in self._files.items()}
-        write_checkpoint(self.folder, state.round_num, arrays, {"clients": clients})
+        write_checkpoint(
+            self.folder, state.round_num, arrays, {"clients": clients, "probes": plain_probes(state.probes)}
+        )
 
     def finish(self, status: str, reason: str | None, seconds: float) -> dict[str, Any]:
         """Write `result.json` and return its content."""
@@ -236,6 +242,21 @@ class Recorder:
             self._board.close()
 
 
+def plain_probes(probes: Mapping[int, KeptProbe]) -> dict[str, Any]:
+    """The probes of a state, for a checkpoint's `info`."""
+    return {str(client): {"round_num": kept.round_num, **kept.probe.as_plain()} for client, kept in probes.items()}
+
+
+def probes_from(plain: Mapping[str, Any]) -> dict[int, KeptProbe]:
+    """The inverse of `plain_probes`, bit for bit."""
+    return {
+        int(client): KeptProbe(
+            entry["round_num"], Probe.from_plain({k: v for k, v in entry.items() if k != "round_num"})
+        )
+        for client, entry in plain.items()
+    }
+
+
 def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.ndarray | None) -> list[ClientRecord]:
     usable = iter([] if weights is None else weights.tolist())
     records = []
@@ -253,6 +274,7 @@ def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.nda
                 num_steps=int(train.scalars["num_steps"]) if train else None,
                 train_loss=float(train.scalars["loss"]) if train else None,
                 score=probe.score if probe else None,
+                score_age=outcome.score_age,
                 weight=next(usable) if outcome.status == "ok" and weights is not None else None,
                 validation_loss=probe.loss if probe else None,
                 validation_accuracy=probe.accuracy if probe else None,

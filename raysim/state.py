@@ -88,6 +88,7 @@ class RoundState:
         clients: By client id, a handle of the executor to the client's state, or where it is stored; those that changed last
             come last. A client that never took part has none.
         client_checksums: By client id, the checksum of that state.
+        probes: By client id, the last probe and its round, where scores are kept for some rounds.
     """
 
     round_num: int
@@ -95,6 +96,7 @@ class RoundState:
     buffers: Buffers
     clients: Mapping[int, Any] = field(default_factory=dict)
     client_checksums: Mapping[int, str] = field(default_factory=dict)
+    probes: Mapping[int, Any] = field(default_factory=dict)
 
 
 def to_arrays(record: Any) -> Arrays:

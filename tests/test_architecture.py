@@ -21,7 +21,7 @@ ROOT = Path(raysim.__file__).parent
 LEVELS = [
     {"vector", "seeding", "state", "errors", "fields"},
     {"objective", "local", "evaluation", "data", "models"},
-    {"algorithms", "cohort", "weighting", "fusion"},
+    {"algorithms", "cohort", "weighting", "fusion", "subset"},
     {"recording", "execution"},
     {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report"},
     {"cli"},
@@ -32,6 +32,7 @@ NUMERICS = (
     "raysim.weighting",
     "raysim.algorithms",
     "raysim.cohort",
+    "raysim.subset",
     "raysim.execution.work",
     "raysim.evaluation",
 )

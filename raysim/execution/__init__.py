@@ -2,6 +2,6 @@
 
 import os
 
-# Huge pages for large tensors, read by torch at its first allocation: a new vector of 11 million parameters costs 8 ms instead of
-# 32, which go into zeroing it page by page. Processes that import torch for themselves before this are as they were.
+# Huge pages for large tensors, read by torch at its first allocation: a new vector of 11 million parameters costs 8 ms instead
+# of 32, which go into zeroing it page by page. A process that has torch already stays as it was.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

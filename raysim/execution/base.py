@@ -31,7 +31,7 @@ from raysim.objective import Precision
 from raysim.recording.checkpoint import ClientFile, read_client_state
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
 from raysim.vector import Vector
-from raysim.weighting.base import Probe, Report, ScoringSettings, Sums, Weighting
+from raysim.weighting.base import KeptProbe, Probe, Report, ScoringSettings, Tally, Weighting
 
 GROUP = 16
 """Positions of the sampled cohort that are summed together before groups are added. Part of the numerics."""
@@ -55,7 +55,7 @@ class Setup:
         validation: The server's validation set.
         test: The test set.
         partition: Which training example belongs to which client.
-        scoring_shards: The validation set's fixed batches (index arrays), by shard.
+        scoring_shards: The validation set's fixed batches (index arrays), by shard; a subset has its own every round.
         evaluation_shards: Test examples by shard.
         evaluation_batch_size: Test images per pass.
         threads: Torch threads per process.
@@ -154,12 +154,14 @@ class WorkItem:
         position: Its place in the sampled cohort; decides its group in sums.
         state: The executor's handle to its state, or where it is stored; None before its first part.
         num_examples: n_k, the expected work.
+        kept: An earlier probe that still counts: the client's model is not scored.
     """
 
     client_id: int
     position: int
     state: Any
     num_examples: int
+    kept: KeptProbe | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ class Outcome:
         state: The executor's handle to the client's new state.
         train: The training report.
         probe: The scorer's findings, if the weighting wants any.
+        sums: The executor's handle to the sums behind the probe, where more images may be added to them.
+        score_age: Rounds since the probe was made.
         score_seconds: Time the probe took in its process.
         queue_seconds: Time between the update being there and its scoring.
         actor: Name, process, node and attempt of the training.
@@ -225,6 +229,8 @@ class Outcome:
     state: Any = None
     train: TrainReport | None = None
     probe: Probe | None = None
+    sums: Any = None
+    score_age: int | None = None
     score_seconds: float | None = None
     queue_seconds: float | None = None
     actor: Place | None = None
@@ -248,7 +254,7 @@ class Outcome:
     def drop(self, status: Literal["skipped", "excluded", "failed"], reason: str) -> None:
         """Take the client out of the round: its vectors are released."""
         self.status, self.reason = status, reason
-        self.update = self.state = None
+        self.update = self.state = self.sums = None
         self.finished = datetime.now(UTC)
 
     def check_update(self) -> None:
@@ -257,6 +263,10 @@ class Outcome:
             self.drop("excluded", f"non-finite update ({self.train.nonfinite})")
         elif self.train is not None and self.train.scalars["num_steps"] == 0:
             self.drop("skipped", "took no step: too few examples for a batch")
+
+    def keep_probe(self, kept: KeptProbe, round_num: int) -> None:
+        """Let an earlier probe count in place of a new one."""
+        self.probe, self.score_age = kept.probe, round_num - kept.round_num
 
     def check_probe(self) -> None:
         """Exclude the client if its score is not finite, which weights could not survive."""
@@ -322,8 +332,26 @@ class Executor(Protocol):
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Train and probe a cohort; outcomes in client-id order, and the weighting's reference at the global model."""
+
+    def score_more(
+        self, broadcast: Broadcast, outcomes: Sequence[Outcome], level: int, reference: Tally | None
+    ) -> Tally | None:
+        """Score the images that a level adds to a subset of the validation set, for all of the outcomes.
+
+        Their sums are added to those that the level before left in `outcome.sums`; probe, sums and seconds of each outcome are
+        replaced, and one whose probe is not finite any more is excluded.
+
+        Args:
+            broadcast: Of the round.
+            outcomes: With updates; what weights are wanted for.
+            level: 1 after `run_cohort`, then one more with every call.
+            reference: Of the level before.
+
+        Returns:
+            The reference at this level.
+        """
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums of update fields over `outcomes`, in the fixed groups, one update in memory at a time."""

@@ -16,7 +16,7 @@ from raysim.evaluation import ShardPredictions
 from raysim.execution.base import Broadcast, FusedModel, Packed, Setup, TrainReport, WorkItem
 from raysim.execution.faults import strike
 from raysim.execution.work import (
-    accumulate_shards,
+    accumulate_shard,
     add_groups,
     build_objective,
     evaluate_shard,
@@ -29,7 +29,7 @@ from raysim.execution.work import (
     train_client,
 )
 from raysim.state import Arrays
-from raysim.weighting.base import Probe, Sums
+from raysim.weighting.base import Probe, Sums, Tally, add_sums
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -61,20 +61,37 @@ class WorkActor:
         """Three objects: the vectors stay on this node, the report is small enough to travel inline."""
         return train_client(self._setup, self._objective, broadcast, item, state, attempt=attempt)
 
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def score(
-        self, client_id: int, attempt: int, broadcast: Broadcast, arrays: Arrays, reference: Sums | None
-    ) -> tuple[Probe, float]:
-        """Probe one client's model."""
-        return probe_client(
-            self._setup, self._objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt
+        self,
+        client_id: int,
+        attempt: int,
+        broadcast: Broadcast,
+        arrays: Arrays,
+        reference: Tally | None,
+        level: int = 0,
+        sums: Sums | None = None,
+    ) -> tuple[Sums | None, tuple[Probe, float]]:
+        """Probe one client's model. Two objects: sums stay on this node if images may be added to them, else there are none."""
+        probe, seconds, total = probe_client(
+            self._setup,
+            self._objective,
+            broadcast,
+            arrays,
+            reference,
+            client_id=client_id,
+            attempt=attempt,
+            level=level,
+            sums=sums,
         )
+        return total if self._setup.scoring.grows else None, (probe, seconds)
 
     def score_many(
         self,
         client_ids: Sequence[int],
         attempt: int,
         broadcast: Broadcast,
-        reference: Sums | None,
+        reference: Tally | None,
         *updates: Arrays,
     ) -> list[tuple[Probe, float]]:
         """Probe several clients' models in one call; the updates are read where the object store has them."""
@@ -87,17 +104,18 @@ class WorkActor:
         """Two objects: the sums over one shard stay on this node, the seconds they took travel inline."""
         started = time.perf_counter()
         strike(self._setup.faults, "score", client_id, broadcast.round_num, attempt)
-        shards = self._setup.scoring_shards[shard : shard + 1]
-        (sums,) = accumulate_shards(self._setup, self._objective, broadcast, arrays, shards)
+        sums = accumulate_shard(self._setup, self._objective, broadcast, arrays, shard)
         return sums, time.perf_counter() - started
 
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def finish(
-        self, broadcast: Broadcast, arrays: Arrays, reference: Sums | None, seconds: float, *shards: Sums
-    ) -> tuple[Probe, float]:
-        """The probe of a model whose shards took `seconds` elsewhere."""
+        self, broadcast: Broadcast, arrays: Arrays, reference: Tally | None, seconds: float, *shards: Sums
+    ) -> tuple[None, tuple[Probe, float]]:
+        """The probe of a model whose shards took `seconds` elsewhere; two objects, as those of `score`."""
         started = time.perf_counter()
-        probe = finish_probe(self._setup, self._objective, broadcast, arrays, shards, reference)
-        return probe, seconds + time.perf_counter() - started
+        tally = Tally(add_sums(shards))
+        probe = finish_probe(self._setup, self._objective, broadcast, arrays, tally, reference)
+        return None, (probe, seconds + time.perf_counter() - started)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def sum(self, coefficients: Mapping[str, Coefficients], *updates: Arrays) -> tuple[Arrays, int]:
@@ -108,9 +126,9 @@ class WorkActor:
         """The sums of all groups."""
         return add_groups(groups)
 
-    def reference(self, broadcast: Broadcast) -> Sums | None:
+    def reference(self, broadcast: Broadcast, level: int = 0, sums: Sums | None = None) -> Tally | None:
         """What the weighting needs of the global model."""
-        return reference_at(self._setup, self._objective, broadcast)
+        return reference_at(self._setup, self._objective, broadcast, level, sums)
 
     def fuse(
         self, broadcast: Broadcast, merged: Packed, buffers: Packed, weights: np.ndarray, *updates: Arrays

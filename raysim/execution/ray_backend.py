@@ -61,7 +61,7 @@ class RayBackend:
         return ref
 
     def submit(self, slot: str, unit: Unit) -> Ref:
-        """Run a unit; of training and of sums only the short report is waited for, vectors stay where they are."""
+        """Run a unit; of training, scores and sums only the short report is waited for, vectors stay where they are."""
         actor = self._actors[slot]
         if unit.kind == "train":
             item, broadcast, state = unit.payload
@@ -74,9 +74,16 @@ class RayBackend:
             key, *payload = unit.payload
             *vectors, report = actor.accumulate.remote(key, unit.attempt, *payload)
             ref = self._keep(slot, vectors, report)
+        elif unit.kind == "finish":
+            *vectors, report = actor.finish.remote(*unit.payload)
+            ref = self._keep(slot, vectors, report)
         elif unit.kind == "score":
             key, *payload = unit.payload
-            ref = actor.score.remote(key, unit.attempt, *payload)
+            *vectors, report = actor.score.remote(key, unit.attempt, *payload)
+            ref = self._keep(slot, vectors, report)
+        elif unit.kind == "score_many":
+            keys, *payload = unit.payload
+            ref = actor.score_many.remote(keys, unit.attempt, *payload)
         else:
             ref = getattr(actor, unit.kind).remote(*unit.payload)
         return ref
@@ -95,7 +102,7 @@ class RayBackend:
         return list(ready)
 
     def result(self, ref: Ref) -> Any:
-        """The value; for training and for sums the report with the references of the vectors."""
+        """The value; for training, scores and sums the report with the references of the vectors."""
         _, vectors = self._vectors.pop(ref, ("", None))
         try:
             with signals_heard():

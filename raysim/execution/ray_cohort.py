@@ -16,7 +16,7 @@ from raysim.errors import RunError
 from raysim.execution.base import Observer, Outcome, Packed, PoolUse, Setup, StoredState, WorkItem
 from raysim.execution.cost import CostModel
 from raysim.execution.ray_pool import ActorLost, Done, InputLost, Pool, Unit, UnitFailed
-from raysim.weighting.base import Sums
+from raysim.weighting.base import Tally
 
 logger = logging.getLogger("raysim.ray")
 
@@ -34,6 +34,7 @@ class CohortRun:
         observer: Told who is trained and scored.
         cost: Expected work; learns from every unit.
         unit_timeout_s: Longest time of a unit on a scorer.
+        models_per_call: Most models that a scorer gets at once.
     """
 
     def __init__(
@@ -48,23 +49,25 @@ class CohortRun:
         observer: Observer,
         cost: CostModel,
         unit_timeout_s: float,
+        models_per_call: int = 1,
     ) -> None:
         self._setup, self._clients, self._scorers, self._per_client = setup, clients, scorers, per_client
         self._round_num, self._broadcast, self._observer = round_num, broadcast, observer
-        self._cost, self._unit_timeout_s = cost, unit_timeout_s
+        self._cost, self._unit_timeout_s, self._models_per_call = cost, unit_timeout_s, models_per_call
         self._outcomes: dict[int, Outcome] = {}
         self.units: dict[int, Unit] = {}
         self._ready: dict[int, float] = {}
         self._open: set[int] = set()
         self._wants_reference = setup.weighting.reference_needs != "nothing"
-        self._reference: Sums | None = None
+        self._reference: Tally | None = None
         self._reference_ref: Any = None
         self._waiting: list[Callable[[], None]] = []
+        self._models: list[tuple[Outcome, Done]] = []
         self._last_trained = time.monotonic()
 
     def run(
         self, items: Sequence[WorkItem], until: Callable[[Callable[[], bool]], None]
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Run all items to their end; `until` keeps the pools going until its argument says so."""
         pools = (self._clients, self._scorers)
         started = time.monotonic()
@@ -75,7 +78,7 @@ class CohortRun:
         examples = [item.num_examples * self._setup.training.local_epochs for item in items]
         for item, cost in zip(items, self._cost.costs(examples), strict=True):
             self._put(item, cost)
-        until(lambda: not self._open and (self._reference is not None or not self._wants_reference))
+        until(self._finished)
         ended = time.monotonic()
         train, total = self._last_trained - started, ended - started
         spent = [pool.busy_seconds - before for pool, before in zip(pools, busy, strict=True)]
@@ -90,6 +93,12 @@ class CohortRun:
             scorer_seconds=spent[1],
         )
         return [self._outcomes[item.client_id] for item in items], self._reference, use
+
+    def _finished(self) -> bool:
+        while self._models and (len(self._models) >= self._models_per_call or self._scorers.idle):
+            self._score_many(self._models[: self._models_per_call])
+            del self._models[: self._models_per_call]
+        return not self._open and (self._reference is not None or not self._wants_reference)
 
     def _put(self, item: WorkItem, cost: float) -> None:
         state = ray.put(item.state.load()) if isinstance(item.state, StoredState) else item.state
@@ -129,9 +138,14 @@ class CohortRun:
             self._cost.add(item.num_examples * self._setup.training.local_epochs, outcome.train.seconds)
         if done.unit.attempt == 1 or outcome.client_id not in self._ready:
             self._observer.client_trained(outcome.client_id)
-        if outcome.status == "ok" and self._setup.weighting.needs_probe:
+        kept = done.unit.payload[0].kept
+        if outcome.status == "ok" and self._setup.weighting.needs_probe and kept is not None:
+            outcome.keep_probe(kept, self._round_num)
+            self._observer.client_scored(outcome.client_id)
+            self._close(outcome)
+        elif outcome.status == "ok" and self._setup.weighting.needs_probe:
             self._ready[outcome.client_id] = time.monotonic()
-            put = partial(self._score, outcome, done)
+            put = partial(self._score if self._models_per_call == 1 else self._stack, outcome, done)
             if self._wants_reference and self._reference is None:
                 self._waiting.append(put)
             else:
@@ -143,7 +157,7 @@ class CohortRun:
         """Hand a model to the scorers: whole, or if several of them have nothing else to do, shard by shard."""
         key, label = outcome.client_id, trained.unit.label
         near = trained.place.node if trained.place else None
-        shards = len(self._setup.scoring_shards)
+        shards = len(self._setup.scoring_shards) if self._setup.scoring.subset is None else 1
         if shards > 1 and self._scorers.idle > 1:
             parts = _Parts(shards)
             for i in range(shards):
@@ -154,6 +168,25 @@ class CohortRun:
             payload = (key, self._broadcast, outcome.update, self._reference_ref)
             then = partial(self._scored, outcome)
             self._scorers.put(replace(self._on_scorer("score", key, label, payload, then), near=near))
+
+    def _stack(self, outcome: Outcome, trained: Done) -> None:
+        """Let a model wait until there are enough of them for a call, or a scorer with nothing to do."""
+        self._models.append((outcome, trained))
+
+    def _score_many(self, models: Sequence[tuple[Outcome, Done]]) -> None:
+        members, (first, trained) = [outcome for outcome, _ in models], models[0]
+        updates = (outcome.update for outcome in members)
+        payload = ([outcome.client_id for outcome in members], self._broadcast, self._reference_ref, *updates)
+        label = f"round {self._round_num} clients {', '.join(str(outcome.client_id) for outcome in members)}"
+        unit = self._on_scorer("score_many", first.client_id, label, payload, partial(self._many_scored, models))
+        self._scorers.put(replace(unit, near=trained.place.node if trained.place else None))
+
+    def _many_scored(self, models: Sequence[tuple[Outcome, Done]], done: Done) -> None:
+        for i, (outcome, trained) in enumerate(models):
+            if done.error is None:
+                self._scored(outcome, replace(done, value=(done.value[i],)))
+            else:
+                self._score(outcome, trained)  # Alone: only the one at fault shall fail.
 
     def _on_scorer(self, kind: str, key: int, label: str, payload: Any, then: Callable[[Done], None]) -> Unit:
         return Unit(kind, key, label, payload, timeout_s=self._unit_timeout_s, again_when_late=True, then=then)
@@ -187,7 +220,9 @@ class CohortRun:
         if done.error is not None:
             self._fail(outcome, done)
         else:
-            outcome.probe, outcome.score_seconds = done.value
+            (outcome.probe, outcome.score_seconds), *sums = done.value
+            outcome.sums = sums[0] if self._setup.scoring.grows else None
+            outcome.score_age = 0
             self._queued(outcome, done)
             outcome.check_probe()
         self._observer.client_scored(outcome.client_id)

@@ -29,14 +29,14 @@ from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_cohort import CohortRun
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
-from raysim.execution.ray_plan import Demand, better_split, make_plan, round_seconds
+from raysim.execution.ray_plan import Demand, better_split, make_plan, memory_line, round_seconds
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import add_groups, groups_of, sum_updates
 from raysim.state import Arrays, Buffers, ServerState
 from raysim.vector import Vector
-from raysim.weighting.base import Sums
+from raysim.weighting.base import Tally
 
 logger = logging.getLogger("raysim.ray")
 
@@ -148,7 +148,7 @@ class RayExecutor:
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Train the cohort, probing each update as soon as it is there."""
         self._units.clear()
         run = CohortRun(
@@ -161,10 +161,16 @@ class RayExecutor:
             observer=observer,
             cost=self._cost,
             unit_timeout_s=self._settings.unit_timeout_s,
+            models_per_call=1 if self._setup.scoring.subset else self._settings.clients_per_call,
         )
         self._units = run.units
         outcomes, reference, use = run.run(items, self._run_until)
         self._uses.append(use)
+        used = [o.train.gpu_memory for o in outcomes if o.train is not None and o.train.gpu_memory is not None]
+        if len(self._uses) == 1 and used:
+            line = memory_line(max(m.peak for m in used), min(m.total for m in used), self.plan.client_gpus)
+            if line is not None:
+                self._say(line)
         if len(self._uses) == ADVICE_AFTER:
             self._advise()
         return outcomes, reference, use
@@ -184,6 +190,40 @@ class RayExecutor:
                 f"a round takes about {now:.1f} s, and about {then:.1f} s with execution.client_actors: {split[0]} and "
                 f"execution.scorer_actors: {split[1]}"
             )
+
+    def score_more(
+        self, broadcast: Broadcast, outcomes: Sequence[Outcome], level: int, reference: Tally | None
+    ) -> Tally | None:
+        """Score the images that a level adds; of what is lost with its node, all levels again."""
+        head, label = self._traffic.put(broadcast), f"round {broadcast.round_num} level {level}"
+        if reference is not None:
+            (done,) = self._on_scorers([Unit("reference", -1, label, (head, level, reference.total))])
+            reference = done.value
+        base = ray.put(reference)
+        for _ in range(self._settings.retries + 1):
+            units = [
+                Unit(
+                    "score",
+                    o.client_id,
+                    f"{label} client {o.client_id}",
+                    (o.client_id, head, o.update, base, level, o.sums),
+                )
+                for o in outcomes
+            ]
+            try:
+                scored = self._on_scorers(units)
+            except InputLost as lost:
+                logger.warning("%s: something was lost with its node and is made again: %s", label, lost)
+                for outcome in outcomes:
+                    self._update(outcome)
+                    outcome.sums = None
+                continue
+            for outcome, done in zip(outcomes, scored, strict=True):
+                (outcome.probe, seconds), outcome.sums = done.value
+                outcome.score_seconds = (outcome.score_seconds or 0.0) + seconds
+                outcome.check_probe()
+            return reference
+        raise RunError(f"{label}: the inputs of scores were lost {self._settings.retries + 1} times")
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums: on the driver, one update in memory at a time, or in groups on the scorers."""

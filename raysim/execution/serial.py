@@ -43,7 +43,7 @@ from raysim.execution.work import (
 )
 from raysim.state import Buffers, ServerState
 from raysim.vector import Vector
-from raysim.weighting.base import Sums
+from raysim.weighting.base import Tally
 
 
 class SerialExecutor:
@@ -62,7 +62,7 @@ class SerialExecutor:
 
     def run_cohort(
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
-    ) -> tuple[list[Outcome], Sums | None, PoolUse]:
+    ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Train and probe each client in turn."""
         setup, objective = self._setup, self._objective
         started = time.perf_counter()
@@ -79,15 +79,40 @@ class SerialExecutor:
             outcome.check_update()
             observer.client_trained(item.client_id)
             if outcome.status == "ok" and setup.weighting.needs_probe:
-                outcome.probe, outcome.score_seconds = probe_client(
-                    setup, objective, broadcast, arrays, reference, client_id=item.client_id
-                )
-                outcome.queue_seconds, outcome.scorer = 0.0, outcome.actor
-                outcome.check_probe()
+                if item.kept is not None:
+                    outcome.keep_probe(item.kept, broadcast.round_num)
+                else:
+                    outcome.probe, outcome.score_seconds, sums = probe_client(
+                        setup, objective, broadcast, arrays, reference, client_id=item.client_id
+                    )
+                    outcome.sums = sums if setup.scoring.grows else None
+                    outcome.queue_seconds, outcome.scorer, outcome.score_age = 0.0, outcome.actor, 0
+                    outcome.check_probe()
                 observer.client_scored(item.client_id)
             outcome.finished = datetime.now(UTC)
             outcomes.append(outcome)
         return outcomes, reference, PoolUse(train_seconds, time.perf_counter() - started - train_seconds)
+
+    def score_more(
+        self, broadcast: Broadcast, outcomes: Sequence[Outcome], level: int, reference: Tally | None
+    ) -> Tally | None:
+        """Score the images that a level adds."""
+        setup, objective = self._setup, self._objective
+        reference = reference_at(setup, objective, broadcast, level, reference.total if reference else None)
+        for outcome in outcomes:
+            outcome.probe, seconds, outcome.sums = probe_client(
+                setup,
+                objective,
+                broadcast,
+                outcome.update,
+                reference,
+                client_id=outcome.client_id,
+                level=level,
+                sums=outcome.sums,
+            )
+            outcome.score_seconds = (outcome.score_seconds or 0.0) + seconds
+            outcome.check_probe()
+        return reference
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
         """float64 sums in the fixed groups."""

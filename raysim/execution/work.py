@@ -21,14 +21,13 @@ from raysim.execution.base import GROUP, Broadcast, FusedModel, GpuMemory, Packe
 from raysim.execution.faults import strike
 from raysim.fusion.base import Candidates
 from raysim.models import build_model
-from raysim.objective import Batch, BatchSums, ModelObjective, Precision, stacked_sums
+from raysim.objective import Batch, BatchSums, ModelObjective, Objective, Precision, stacked_sums
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
 from raysim.state import Arrays, Buffers, as_tensor, record_checksum, vectors_and_numbers
+from raysim.subset import Shards, subset_shards
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
-from raysim.weighting.base import Needs, Probe, Scored, Sums, add_sums, sums_of
+from raysim.weighting.base import Needs, Probe, Scored, Sums, Tally, add_sums, sums_of
 
-Shard = Sequence[np.ndarray]
-"""Part of the validation set: batches, each the positions of its images."""
 
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
@@ -124,17 +123,28 @@ def gpu_memory_of(device: torch.device) -> GpuMemory | None:
     return GpuMemory(torch.cuda.max_memory_reserved(device), torch.cuda.mem_get_info(device)[1])
 
 
+def scoring_shards(setup: Setup, round_num: int, level: int = 0) -> Shards:
+    """The validation batches of a round, by shard: those of the run; or of the round's subset, what a level adds to it."""
+    subset = setup.scoring.subset
+    if subset is None:
+        return setup.scoring_shards
+    rng = rng_for(setup.seed, Purpose.SCORING, round_num=round_num)
+    return subset_shards(setup.validation.labels, subset, setup.scoring.batch_size, level, rng)
+
+
 def probe_client(
     setup: Setup,
     objective: ModelObjective,
     broadcast: Broadcast,
     arrays: Arrays,
-    reference: Sums | None,
+    reference: Tally | None,
     *,
     client_id: int,
     attempt: int = 1,
-) -> tuple[Probe, float]:
-    """Score one client's model, `params + delta` with the client's own buffers, on the validation set.
+    level: int = 0,
+    sums: Sums | None = None,
+) -> tuple[Probe, float, Sums]:
+    """Score one client's model, `params + delta` with the client's own buffers, on the validation set or a subset of it.
 
     Args:
         setup: The run.
@@ -144,27 +154,24 @@ def probe_client(
         reference: What `reference_at` found, if the weighting wants it.
         client_id: Whose update.
         attempt: For test faults only.
+        level: How far the subset has grown.
+        sums: Those of the level before; None: all levels are scored, with the same bits.
 
     Returns:
-        The probe and the seconds it took.
+        The probe, the seconds it took, and the sums over all images so far.
     """
     started = time.perf_counter()
     strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
-    sums = accumulate_shards(setup, objective, broadcast, arrays, setup.scoring_shards)
-    return finish_probe(setup, objective, broadcast, arrays, sums, reference), time.perf_counter() - started
+    with _loaded(setup, objective, broadcast, arrays) as bound:
+        tally = _tally(setup, bound, broadcast.round_num, level, sums, setup.weighting.accumulate)
+    probe = finish_probe(setup, objective, broadcast, arrays, tally, reference)
+    return probe, time.perf_counter() - started, tally.total
 
 
-def accumulate_shards(
-    setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, shards: Sequence[Shard]
-) -> list[Sums]:
-    """The weighting's sums for one client's model over each of some shards."""
-    with torch_settings(setup, objective.device, setup.scoring.precision):
-        bound = objective.on(setup.validation, setup.scoring.precision)
-        buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
-        bound.load(_trained_params(broadcast, arrays, objective.device), buffers)
-        _recalibrate(setup, bound, setup.weighting.needs)
-        with bound.scoring(setup.scoring.batch_norm):
-            return [setup.weighting.accumulate(bound, _batches(bound, shard)) for shard in shards]
+def accumulate_shard(setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays, shard: int) -> Sums:
+    """The weighting's sums for one client's model over one shard of the validation set."""
+    with _loaded(setup, objective, broadcast, arrays) as bound:
+        return setup.weighting.accumulate(bound, _batches(bound, setup.scoring_shards[shard]))
 
 
 def finish_probe(
@@ -172,14 +179,34 @@ def finish_probe(
     objective: ModelObjective,
     broadcast: Broadcast,
     arrays: Arrays,
-    shards: Sequence[Sums],
-    reference: Sums | None,
+    tally: Tally,
+    reference: Tally | None,
 ) -> Probe:
-    """The probe of one client's model from its sums over all shards, in their order."""
+    """The probe of one client's model from what was gathered, with those of the parts of a subset."""
     with torch_settings(setup, objective.device):
         params = _trained_params(broadcast, arrays, objective.device)
         global_params = broadcast.server.unpack(objective.device).params
-        return setup.weighting.finish(add_sums(shards), Scored(params, global_params, objective.layout, reference))
+
+        def finish(sums: Sums, reference: Sums | None) -> Probe:
+            return setup.weighting.finish(sums, Scored(params, global_params, objective.layout, reference))
+
+        probe = finish(tally.total, reference.total if reference else None)
+        if tally.parts is not None:
+            first, second = map(finish, tally.parts, (reference.parts if reference else None) or (None, None))
+            probe = replace(probe, halves=(first, second))
+    return probe
+
+
+@contextmanager
+def _loaded(setup: Setup, objective: ModelObjective, broadcast: Broadcast, arrays: Arrays) -> Iterator[ModelObjective]:
+    """One client's model, on the validation set and ready to be scored."""
+    with torch_settings(setup, objective.device, setup.scoring.precision):
+        bound = objective.on(setup.validation, setup.scoring.precision)
+        buffers = Buffers(as_tensor(arrays[BUFFER_FLOATS]), as_tensor(arrays[BUFFER_INTS]))
+        bound.load(_trained_params(broadcast, arrays, objective.device), buffers)
+        _recalibrate(setup, bound, setup.weighting.needs, broadcast.round_num)
+        with bound.scoring(setup.scoring.batch_norm):
+            yield bound
 
 
 def _trained_params(broadcast: Broadcast, arrays: Arrays, device: torch.device) -> torch.Tensor:
@@ -192,17 +219,15 @@ def probe_clients(
     objective: ModelObjective,
     broadcast: Broadcast,
     updates: Sequence[Arrays],
-    reference: Sums | None,
+    reference: Tally | None,
     client_ids: Sequence[int],
     *,
     attempt: int = 1,
 ) -> list[tuple[Probe, float]]:
     """Score several clients' models in one call: what `probe_client` finds of each, up to rounding.
 
-    A weighting that gathers sums of its own is asked model by model.
-
     Args:
-        setup: The run.
+        setup: The run; what is not `stacks_models` is scored model by model.
         objective: The process's bound model; overwritten.
         broadcast: Server state at the start of the round.
         updates: The clients' updates.
@@ -217,37 +242,45 @@ def probe_clients(
         RunError: The network cannot compute several models in one call; names `execution.clients_per_call`.
     """
     weighting = setup.weighting
-    if len(updates) == 1 or not weighting.stackable:
+    if len(updates) == 1 or not stacks_models(setup, objective.layout):
         return [
-            probe_client(setup, objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt)
+            probe_client(setup, objective, broadcast, arrays, reference, client_id=client_id, attempt=attempt)[:2]
             for client_id, arrays in zip(client_ids, updates, strict=True)
         ]
     started = time.perf_counter()
     for client_id in client_ids:
         strike(setup.faults, "score", client_id, broadcast.round_num, attempt)
-    device, shards = objective.device, setup.scoring_shards
+    device = objective.device
     with torch_settings(setup, device, setup.scoring.precision):
-        server = broadcast.server.unpack(device)
         bound = objective.on(setup.validation, setup.scoring.precision)
-        params = torch.stack([server.params + as_tensor(arrays["delta"], device) for arrays in updates])
+        params = torch.stack([_trained_params(broadcast, arrays, device) for arrays in updates])
         own = [Buffers(as_tensor(a[BUFFER_FLOATS], device), as_tensor(a[BUFFER_INTS], device)) for a in updates]
         if setup.scoring.batch_norm == "recalibrate":
-            own = [_recalibrated(setup, bound, *model) for model in zip(params, own, strict=True)]
+            own = [_recalibrated(setup, bound, *model, broadcast.round_num) for model in zip(params, own, strict=True)]
         buffers = Buffers(torch.stack([b.floats for b in own]), torch.stack([b.ints for b in own]))
         with bound.scoring(setup.scoring.batch_norm):
-            of_shards = [_stacked(bound, params, buffers, shard, weighting.needs) for shard in shards]
-        probes = [
-            weighting.finish(add_sums(sums), Scored(model, server.params, bound.layout, reference))
-            for model, sums in zip(params, zip(*of_shards, strict=True), strict=True)
-        ]
+            of_shards = [_stacked(bound, params, buffers, shard, weighting.needs) for shard in setup.scoring_shards]
+    tallies = [Tally(add_sums(sums)) for sums in zip(*of_shards, strict=True)]
+    probes = [
+        finish_probe(setup, objective, broadcast, arrays, tally, reference)
+        for arrays, tally in zip(updates, tallies, strict=True)
+    ]
     seconds = (time.perf_counter() - started) / len(updates)
     return [(probe, seconds) for probe in probes]
 
 
-def _recalibrated(setup: Setup, bound: ModelObjective, params: torch.Tensor, buffers: Buffers) -> Buffers:
+def stacks_models(setup: Setup, layout: VectorLayout) -> bool:
+    """Whether several models can be scored in one call: the plain sums over all of the validation set are wanted."""
+    weighting = setup.weighting
+    return weighting.stackable and weighting.gradient_units(layout) is None and setup.scoring.subset is None
+
+
+def _recalibrated(
+    setup: Setup, bound: ModelObjective, params: torch.Tensor, buffers: Buffers, round_num: int
+) -> Buffers:
     """A model's buffers under `scoring.batch_norm: recalibrate`."""
     bound.load(params, buffers)
-    _recalibrate(setup, bound, setup.weighting.needs)
+    _recalibrate(setup, bound, setup.weighting.needs, round_num)
     return Buffers(bound.buffers.floats.clone(), bound.buffers.ints.clone())
 
 
@@ -263,14 +296,45 @@ def _stacked(
     ]
 
 
-def reference_at(setup: Setup, objective: ModelObjective, broadcast: Broadcast) -> Sums | None:
-    """What the weighting needs of the global model on the validation set."""
+def reference_at(
+    setup: Setup, objective: ModelObjective, broadcast: Broadcast, level: int = 0, sums: Sums | None = None
+) -> Tally | None:
+    """What the weighting needs of the global model on the validation set, or on a subset as `probe_client` scores it."""
+    weighting = setup.weighting
+    if weighting.reference_needs == "nothing":
+        return None
     with torch_settings(setup, objective.device, setup.scoring.precision):
         bound = objective.on(setup.validation, setup.scoring.precision)
         bound.load(broadcast.server.unpack(objective.device).params, broadcast.buffers.unpack(objective.device))
-        _recalibrate(setup, bound, setup.weighting.reference_needs)
+        _recalibrate(setup, bound, weighting.reference_needs, broadcast.round_num)
+
+        def gather(objective: Objective, shard: Iterable[Batch]) -> Sums:
+            found = weighting.reference(objective, [shard])
+            assert found is not None
+            return found
+
         with bound.scoring(setup.scoring.batch_norm):
-            return setup.weighting.reference(bound, [_batches(bound, shard) for shard in setup.scoring_shards])
+            return _tally(setup, bound, broadcast.round_num, level, sums, gather)
+
+
+def _tally(
+    setup: Setup,
+    bound: ModelObjective,
+    round_num: int,
+    level: int,
+    sums: Sums | None,
+    gather: Callable[[Objective, Iterable[Batch]], Sums],
+) -> Tally:
+    """What is gathered on the shards of the validation set, or on those of a level of a subset beside all before it."""
+    if setup.scoring.subset is None:
+        return Tally(add_sums(gather(bound, _batches(bound, shard)) for shard in setup.scoring_shards))
+    tally = None if sums is None else Tally(sums)
+    for step in range(0 if sums is None else level, level + 1):
+        for shard in scoring_shards(setup, round_num, step):
+            new = gather(bound, _batches(bound, shard))
+            tally = Tally(new) if tally is None else Tally.of(tally.total, new)
+    assert tally is not None, "level 0 has two shards"
+    return tally
 
 
 def fuse_models(
@@ -374,13 +438,16 @@ def add_groups(groups: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarr
     return totals
 
 
-def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs) -> None:
-    """Under `scoring.batch_norm: recalibrate`, statistics of the validation set for the model that is about to be scored."""
+def _recalibrate(setup: Setup, bound: ModelObjective, needs: Needs, round_num: int) -> None:
+    """Under `scoring.batch_norm: recalibrate`, statistics of the validation set for the model that is about to be scored.
+
+    Of a subset those of its first images: sums of all its levels are taken at one and the same model.
+    """
     if setup.scoring.batch_norm == "recalibrate" and needs in ("losses", "gradient"):
-        bound.recalibrate(batch for shard in setup.scoring_shards for batch in _batches(bound, shard))
+        bound.recalibrate(batch for shard in scoring_shards(setup, round_num) for batch in _batches(bound, shard))
 
 
-def _batches(bound: ModelObjective, shard: Shard) -> Iterator[Batch]:
+def _batches(bound: ModelObjective, shard: Sequence[np.ndarray]) -> Iterator[Batch]:
     return (bound.take(indices) for indices in shard)
 
 

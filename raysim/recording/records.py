@@ -31,6 +31,7 @@ class ClientRecord:
         num_steps: Optimizer steps really taken.
         train_loss: Mean training loss over the examples seen.
         score: Its score; larger = farther from stationary.
+        score_age: Rounds since that score was taken; 0 = of this round's model.
         weight: Its aggregation weight; the weights of a round sum to 1.
         validation_loss: Mean loss of its model on the validation set.
         validation_accuracy: Accuracy of its model on the validation set.
@@ -59,6 +60,7 @@ class ClientRecord:
     num_steps: int | None = None
     train_loss: float | None = None
     score: float | None = None
+    score_age: int | None = None
     weight: float | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
@@ -103,6 +105,9 @@ class RoundRecord:
         classes_present: Number of classes that the test set has.
         weight_max: Largest client weight.
         weight_entropy: Entropy of the client weights, natural logarithm.
+        weight_error: Estimate of the total variation between the weights and those from the whole validation set; None
+            when all of it was scored.
+        scored_images: Validation images that models were scored on; None when none was.
         train_s: Seconds from the first dispatch to the last update.
         score_tail_s: Seconds from the last update being ready to the last score.
         aggregate_s: Seconds of weighting and summing.
@@ -136,6 +141,8 @@ class RoundRecord:
     classes_present: int | None = None
     weight_max: float | None = None
     weight_entropy: float | None = None
+    weight_error: float | None = None
+    scored_images: int | None = None
     train_s: float | None = None
     score_tail_s: float | None = None
     aggregate_s: float | None = None

@@ -40,6 +40,12 @@ COLUMNS: Mapping[TableName, Mapping[str, tuple[Any, str]]] = {
         "classes_present": (pa.int32(), "Classes that the test set has."),
         "weight_max": (pa.float64(), "Largest client weight."),
         "weight_entropy": (pa.float64(), "Entropy of the client weights, natural logarithm."),
+        "weight_error": (
+            pa.float64(),
+            "Estimate of the total variation between the weights and those from the whole validation set; null when all of "
+            "it was scored.",
+        ),
+        "scored_images": (pa.int32(), "Validation images that models were scored on; null when none was."),
         "train_s": (pa.float64(), "Seconds from the first dispatch to the last update."),
         "score_tail_s": (pa.float64(), "Seconds from the last update being ready to the last score."),
         "aggregate_s": (pa.float64(), "Seconds of weighting and summing."),
@@ -72,6 +78,7 @@ COLUMNS: Mapping[TableName, Mapping[str, tuple[Any, str]]] = {
         "num_steps": (pa.int64(), "Optimizer steps really taken."),
         "train_loss": (pa.float64(), "Mean training loss over the examples seen."),
         "score": (pa.float64(), "Score of the client's model; larger = farther from stationary."),
+        "score_age": (pa.int32(), "Rounds since that score was taken; 0 = of this round's model."),
         "weight": (pa.float64(), "Aggregation weight; sums to 1 over the clients of a round."),
         "validation_loss": (pa.float64(), "Mean loss of the client's model on the validation set."),
         "validation_accuracy": (pa.float64(), "Accuracy of the client's model on the validation set, 0 to 1."),

@@ -4,7 +4,7 @@
     score/client_007  weight/client_007                                       each client, runs of up to 50 clients
     score/min  /p10  /median  /p90  /max  and the same below weight/          larger runs
     score/dist  weight/dist                                                   histograms over the cohort
-    weight/entropy  weight/max
+    weight/entropy  weight/max  weight/error                                  error: where only a subset is scored
     validation/loss_median  validation/accuracy_median                        the clients' models, on the validation set
     layer/<unit>/norm_median                                                  norm of the validation gradient, by unit
     time/train  /score_tail  /aggregate  /evaluate  /commit  /round           seconds
@@ -116,6 +116,7 @@ class TensorBoardWriter:
             yield from self._client_scalars(name, client_records)
         yield "weight/entropy", round_record.weight_entropy
         yield "weight/max", round_record.weight_max
+        yield "weight/error", round_record.weight_error
         yield "validation/loss_median", _median(record.validation_loss for record in client_records)
         yield "validation/accuracy_median", _median(record.validation_accuracy for record in client_records)
         norms = [record.unit_norms for record in client_records if record.unit_norms is not None]

@@ -9,6 +9,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Union
 
@@ -17,6 +18,7 @@ import numpy as np
 from raysim.errors import RunError
 from raysim.fields import Count, Section
 from raysim.objective import Batch, BatchNormMode, BatchSums, Objective, Precision
+from raysim.subset import SubsetSettings
 from raysim.vector import Granularity, Unit, Vector, VectorLayout
 
 Sums = Mapping[str, np.ndarray]
@@ -41,12 +43,34 @@ class ScoringSettings(Section):
         shards: Fixed parts of whole batches; their gradient sums are added in shard order.
         precision: `float32`; `tf32`: products on GPUs are rounded to TF32 (no effect on CPUs); `bfloat16`: the forward pass
             is computed in bfloat16, parameters and gradients stay float32. The faster ones repeat as well, to other bits.
+        subset: Score on part of the validation set, with the error that this makes of the weights; null: exact. Under
+            `batch_norm: recalibrate` the statistics are those of the round's first `images`.
+        rescore_every: A client keeps its score until it is this many rounds old; what a guard's gate sees of it is as old.
+            1: every model is scored.
     """
 
     batch_norm: BatchNormMode = "batch"
     batch_size: Count = 256
     shards: Count = 1
     precision: Precision = "float32"
+    subset: SubsetSettings | None = None
+    rescore_every: Count = 1
+
+    @property
+    def grows(self) -> bool:
+        """Whether images may be added to those that were scored."""
+        return self.subset is not None and self.subset.settle is not None
+
+    def __post_init__(self) -> None:
+        if self.subset is None:
+            return
+        if self.shards != 1:
+            raise ValueError(f"shards: {self.shards} should be 1 with scoring.subset, which has parts of its own")
+        if self.subset.settle is not None and self.rescore_every != 1:
+            raise ValueError(
+                f"rescore_every: {self.rescore_every} should be 1 with scoring.subset.settle, which adds images to the "
+                "scores of all clients"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,7 @@ class Probe:
         correct: Validation examples predicted right.
         count: Validation examples; 0 if the data was not looked at.
         parts: The probes of the weightings that a combination is made of.
+        halves: The same of each of the two parts of a subset of the validation set; None when all of it was scored.
     """
 
     values: np.ndarray = field(default_factory=lambda: np.empty(0))
@@ -85,6 +110,7 @@ class Probe:
     correct: int = 0
     count: int = 0
     parts: tuple[Probe | None, ...] = ()
+    halves: tuple[Probe, Probe] | None = None
 
     @classmethod
     def of(cls, sums: Sums, **fields: Any) -> Probe:
@@ -103,7 +129,55 @@ class Probe:
     def finite(self) -> bool:
         """Whether all of its numbers are."""
         numbers = [*self.values, *(x for x in (self.score, self.loss) if x is not None)]
-        return bool(np.isfinite(numbers).all()) and all(part is None or part.finite for part in self.parts)
+        inner = (*self.parts, *(self.halves or ()))
+        return bool(np.isfinite(numbers).all()) and all(part is None or part.finite for part in inner)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values for JSON, whose text keeps every bit of finite numbers."""
+
+        def plain(probes: Sequence[Probe | None]) -> list[dict[str, Any] | None]:
+            return [None if probe is None else probe.as_plain() for probe in probes]
+
+        return {
+            **{name: getattr(self, name) for name in ("score", "loss", "correct", "count")},
+            "values": self.values.tolist(),
+            "parts": plain(self.parts),
+            "halves": self.halves and plain(self.halves),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Probe:
+        """The inverse of `as_plain`."""
+        halves = plain["halves"] and tuple(cls.from_plain(half) for half in plain["halves"])
+        parts = tuple(part and cls.from_plain(part) for part in plain["parts"])
+        values = np.array(plain["values"], dtype=np.float64)
+        return cls(**{**plain, "values": values, "parts": parts, "halves": halves})
+
+
+@dataclass(frozen=True)
+class KeptProbe:
+    """A probe of an earlier round, `round_num`, that still counts."""
+
+    round_num: int
+    probe: Probe
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was gathered at one model.
+
+    Attributes:
+        total: Sums over all images that were looked at.
+        parts: Sums over each of the two parts of a subset; None when all of the validation set was looked at.
+    """
+
+    total: Sums
+    parts: tuple[Sums, Sums] | None = None
+
+    @classmethod
+    def of(cls, first: Sums, second: Sums) -> Tally:
+        """The tally of two parts."""
+        return cls(add_sums((first, second)), (first, second))
 
 
 @dataclass(frozen=True)
@@ -125,6 +199,11 @@ class Report:
     loss: float
     probe: Probe | None = None
     class_counts: np.ndarray | None = None
+
+    def of_half(self, index: int) -> Report:
+        """The same with the findings on one part of the subset that was scored."""
+        halves = self.probe and self.probe.halves
+        return replace(self, probe=halves[index]) if halves else self
 
 
 @dataclass(frozen=True)
@@ -224,6 +303,11 @@ class Weighting(Section, ABC):
         return type(self).accumulate is Weighting.accumulate and self.needs in ("losses", "gradient")
 
     @property
+    def needs_images(self) -> bool:
+        """Whether any model is run on the validation set."""
+        return most([self.needs, self.reference_needs]) in ("losses", "gradient")
+
+    @property
     def granularity(self) -> Granularity | Literal["model"]:
         """The units that get weights of their own."""
         return "model"
@@ -237,6 +321,10 @@ class Weighting(Section, ABC):
         """The units of its probe's values."""
         return ()
 
+    def gradient_units(self, layout: VectorLayout) -> tuple[Unit, ...] | None:
+        """The units whose gradient at a client's model is wanted, if there is a need of gradients; None: all."""
+        return None
+
     def reference(self, objective: Objective, shards: Iterable[Iterable[Batch]]) -> Sums | None:
         """Sums at the *global* model, which is loaded; None if nothing is needed."""
         if self.reference_needs == "nothing":
@@ -245,7 +333,7 @@ class Weighting(Section, ABC):
 
     def accumulate(self, objective: Objective, shard: Iterable[Batch]) -> Sums:
         """Gather sums over the batches of one shard at the client's model, which is loaded. Leaves the model unchanged."""
-        return validation_sums(objective, shard, self.needs)
+        return validation_sums(objective, shard, self.needs, self.gradient_units(objective.layout))
 
     def finish(self, sums: Sums, model: Scored) -> Probe:
         """Turn sums over the whole validation set into a probe."""
@@ -303,6 +391,12 @@ class Combination(Weighting):
         """The units of the first part that has some."""
         return next((units for part in self.parts if (units := part.scored_units(layout))), ())
 
+    def gradient_units(self, layout: VectorLayout) -> tuple[Unit, ...] | None:
+        """Those of all parts that need a gradient."""
+        wanted = [part.gradient_units(layout) for part in self.parts if part.needs == "gradient"]
+        some = [units for units in wanted if units is not None]
+        return tuple(unit for units in some for unit in units) if some and len(some) == len(wanted) else None
+
     def finish(self, sums: Sums, model: Scored) -> Probe:
         """The parts' probes; values and score are those of the first part that has units, or else a score."""
         parts = tuple(part.finish(sums, model) if part.needs_probe else None for part in self.parts)
@@ -316,13 +410,19 @@ class Combination(Weighting):
         return self.parts[index].weights(own, reference, layout)
 
 
-def validation_sums(objective: Objective, batches: Iterable[Batch], needs: Needs) -> Sums:
-    """Summed gradient [P] if it is needed, summed loss, correct predictions and examples over the batches."""
+def validation_sums(
+    objective: Objective, batches: Iterable[Batch], needs: Needs, units: Sequence[Unit] | None = None
+) -> Sums:
+    """Summed gradient [P] if it is needed, summed loss, correct predictions and examples over the batches.
+
+    Given `units`, the gradient is that of these units, and zero elsewhere.
+    """
     if needs in ("nothing", "vectors"):
         return {}
     gradient = needs == "gradient"
     objective.grad.zero_()
-    sums = [objective.add_gradient(batch) if gradient else objective.losses(batch) for batch in batches]
+    with objective.limited_to(units) if gradient and units is not None else nullcontext():
+        sums = [objective.add_gradient(batch) if gradient else objective.losses(batch) for batch in batches]
     return sums_of(objective.grad if gradient else None, functools.reduce(operator.add, sums))
 
 

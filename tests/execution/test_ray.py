@@ -253,7 +253,7 @@ def test_scoring_that_runs_over_its_time_is_done_by_another_scorer(tmp_path, mon
 
 
 def test_idle_scorers_share_a_model_and_the_bits_are_those_of_one(tmp_path):
-    """Three shards for two scorers: some models are scored shard by shard, whatever the timing; the sums are merged in order."""
+    """Three shards for two scorers: some models are scored shard by shard; their sums are merged in order."""
     sharded = (*SIX_CLIENTS, "scoring.shards=3", "scoring.batch_size=16", "execution.scorer_actors=2")
     serial = run(tmp_path, "s", *sharded, rounds=2, backend="serial")
     record = run(tmp_path, "r", *sharded, "execution.client_actors=1", rounds=2)
@@ -263,3 +263,18 @@ def test_idle_scorers_share_a_model_and_the_bits_are_those_of_one(tmp_path):
     scores = record.clients.select(["round_num", "client_id", "score", "validation_loss"]).to_pylist()
     assert scores == serial.clients.select(["round_num", "client_id", "score", "validation_loss"]).to_pylist()
     assert all(row["score_s"] > 0 and row["queue_s"] >= 0 for row in record.clients.to_pylist())
+
+
+def test_several_models_are_scored_in_one_call_and_an_error_stays_with_its_client(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=raise,client=2,round=1,stage=score")
+    fused = (*SIX_CLIENTS, "execution.scorer_actors=1", "execution.clients_per_call=3")
+    record = run(tmp_path, "m", *fused, rounds=1)
+    monkeypatch.delenv("RAYSIM_FAULT")
+    serial = run(tmp_path, "s", *SIX_CLIENTS, rounds=1, backend="serial")
+    assert "clients " in (record.folder / "run.log").read_text().partition(" score_many on ")[0].splitlines()[-1]
+    rows, expected = (r.clients.to_pylist() for r in (record, serial))
+    assert [row["status"] for row in rows] == ["ok", "ok", "failed", "ok", "ok", "ok"]
+    assert "fault asked for: client 2" in rows[2]["reason"]
+    for row, other in zip(rows, expected, strict=True):
+        if row["client_id"] != 2:
+            assert row["score"] == pytest.approx(other["score"], rel=1e-4)

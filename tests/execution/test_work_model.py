@@ -189,15 +189,15 @@ def test_reference_and_probe_are_taken_at_their_own_models(prepared, mode):
 
     server, buffers = broadcast.server.unpack(), broadcast.buffers.unpack()
     found = work.reference_at(setup, objective, broadcast)
-    np.testing.assert_array_equal(found["gradient"], by_hand(server.params, buffers))
+    np.testing.assert_array_equal(found.total["gradient"], by_hand(server.params, buffers))
     arrays = {"delta": 0.01 * np.ones(objective.layout.size, np.float32)}
     arrays |= {work.BUFFER_FLOATS: buffers.floats.numpy() + np.float32(0.2), work.BUFFER_INTS: buffers.ints.numpy()}
-    probe, _ = work.probe_client(setup, objective, broadcast, arrays, found, client_id=0)
-    downhill = -found["gradient"]
+    probe, *_ = work.probe_client(setup, objective, broadcast, arrays, found, client_id=0)
+    downhill = -found.total["gradient"]
     cosine = downhill.sum() / np.sqrt(np.square(downhill).sum() * len(downhill))
     assert probe.values[0] == pytest.approx(cosine, rel=1e-3), "the angle with the reference that was handed over"
     setup = replace(setup, weighting=FedVG())
-    probe, _ = work.probe_client(setup, objective, broadcast, arrays, None, client_id=0)
+    probe, *_ = work.probe_client(setup, objective, broadcast, arrays, None, client_id=0)
     own = work.Buffers(torch.from_numpy(arrays[work.BUFFER_FLOATS]), buffers.ints)
     gradient = by_hand(server.params + torch.from_numpy(arrays["delta"]), own) / len(setup.validation)
     norms = [np.abs(gradient[part]).sum() for part in objective.layout.slices]
