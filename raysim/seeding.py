@@ -48,5 +48,9 @@ def torch_seeded_from(rng: np.random.Generator, device: torch.device | None = No
     """
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(rng.integers(2**63)))
+        seed = int(rng.integers(2**63))
+        # Not torch.manual_seed: without a GPU it remembers every call, with a stack trace, in case one is initialised later.
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
         yield

@@ -84,7 +84,7 @@ def test_models_scored_in_one_call_agree_with_the_loop(prepared, mode):
     other = {**arrays, "delta": 2 * arrays["delta"]}
     found = work.probe_clients(setup, objective, broadcast, [arrays, other], None, (0, 1))
     for client_id, update in enumerate((arrays, other)):
-        probe, _ = work.probe_client(setup, objective, broadcast, update, None, client_id=client_id)
+        probe, *_ = work.probe_client(setup, objective, broadcast, update, None, client_id=client_id)
         assert found[client_id][0].score == pytest.approx(probe.score, rel=1e-4)
         assert found[client_id][0].loss == pytest.approx(probe.loss, rel=1e-5)
 

@@ -39,3 +39,14 @@ def test_torch_is_seeded_inside_and_untouched_outside():
     assert torch.equal(torch.rand(3), expected)
     with torch_seeded_from(rng_for(0, Purpose.LOCAL)):
         assert torch.equal(torch.rand(3), first)
+
+
+def test_seeding_leaves_nothing_behind():
+    """torch.manual_seed grows a list by a stack trace per call."""
+    before = len(torch.cuda._queued_calls)
+    for _ in range(3):
+        with torch_seeded_from(rng_for(0, Purpose.LOCAL)):
+            first = torch.rand(1)
+    assert len(torch.cuda._queued_calls) == before
+    torch.manual_seed(int(rng_for(0, Purpose.LOCAL).integers(2**63)))
+    assert torch.rand(1) == first

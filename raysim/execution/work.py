@@ -28,7 +28,6 @@ from raysim.subset import Shards, subset_shards
 from raysim.vector import VectorLayout, add_scaled, first_nonfinite
 from raysim.weighting.base import Needs, Probe, Scored, Sums, Tally, add_sums, sums_of
 
-
 BUFFER_FLOATS, BUFFER_INTS = "buffers.floats", "buffers.ints"
 
 

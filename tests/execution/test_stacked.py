@@ -284,7 +284,7 @@ def test_what_is_scored_one_by_one_has_the_bits_of_the_loop(monkeypatch):
         objective = work.build_objective(setup)
         found = work.probe_clients(setup, objective, broadcast, updates[:count], None, range(count))
         for client_id, (probe, _) in enumerate(found):
-            own, _ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
+            own, *_ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
             assert (probe.loss, probe.values.tolist()) == (own.loss, own.values.tolist())
 
 
@@ -306,6 +306,6 @@ def test_a_scorer_scores_several_at_once():
     ray.kill(actor)
     objective = work.build_objective(setup)
     for client_id, (probe, seconds) in enumerate(found):
-        own, _ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
+        own, *_ = work.probe_client(setup, objective, broadcast, updates[client_id], None, client_id=client_id)
         np.testing.assert_allclose(probe.values, own.values, rtol=1e-5)
         assert seconds > 0

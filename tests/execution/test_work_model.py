@@ -292,12 +292,12 @@ def test_each_part_of_a_round_computes_in_its_precision(prepared):
             work.BUFFER_FLOATS: state.buffers.floats.numpy(),
             work.BUFFER_INTS: state.buffers.ints.numpy(),
         }
-        probe, _ = work.probe_client(setup, objective, broadcast, fixed, None, client_id=0)
+        probe, *_ = work.probe_client(setup, objective, broadcast, fixed, None, client_id=0)
         ((both, _), _) = work.probe_clients(setup, objective, broadcast, [fixed, fixed], None, (0, 1))
         merged = Packed.of(state.server), Packed.of(state.buffers)
         fused = work.fuse_models(setup, objective, broadcast, *merged, np.ones(1), ())
         tested = work.evaluate_shard(setup, objective, *merged, 0)
-        reference = work.reference_at(replace(setup, weighting=Direction()), objective, broadcast)["gradient"]
+        reference = work.reference_at(replace(setup, weighting=Direction()), objective, broadcast).total["gradient"]
         return arrays["delta"], probe.values, both.values, reference, fused.params, tested.loss
 
     plain = parts("float32", "float32")
