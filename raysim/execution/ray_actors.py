@@ -36,6 +36,8 @@ from raysim.weighting.base import Probe, Sums, Tally, add_sums
 class WorkActor:
     """A client or a scorer, as its pool decides. It holds the setup and a model's memory, never state of a run."""
 
+    _label = "an actor whose setup cannot be read"  # Ray asks for it even then.
+
     def __init__(self, setup: Setup, label: str) -> None:
         self._label = label
         self.adopt(setup)
