@@ -1,0 +1,161 @@
+"""What benchmarks look at from outside: memory of processes, Ray's object stores, one line of JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.internal_api import node_stats
+
+from raysim.config import RunConfig
+from raysim.preparation import prepare
+from raysim.recorder import Recorder, RoundResult
+from raysim.recording.progress import Silent
+from raysim.simulation import make_executor, rounds
+
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class StoreUse:
+    """Bytes of an object store.
+
+    Attributes:
+        used: In shared memory.
+        spilled: Written to disk so far.
+        objects: Number of objects in shared memory.
+    """
+
+    used: int
+    spilled: int
+    objects: int
+
+
+def store_use() -> StoreUse:
+    """The object stores of all nodes that are alive, as their raylets count them."""
+    used = spilled = objects = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+            store = stats.store_stats
+            used += store.object_store_bytes_used
+            spilled += store.spilled_bytes_total
+            objects += store.num_local_objects
+    return StoreUse(used, spilled, objects)
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """A process at one moment.
+
+    Attributes:
+        rss: Bytes in memory; what it sees of the object store is part of it.
+        private: The same without shared memory.
+        fds: Open file descriptors.
+    """
+
+    rss: int
+    private: int
+    fds: int
+
+
+def process_use(pid: int | None = None) -> ProcessUse:
+    """Of this process, or of another one. Reads /proc, so it runs on Linux only."""
+    place, page = Path(f"/proc/{pid or os.getpid()}"), os.sysconf("SC_PAGE_SIZE")
+    _, resident, shared, *_ = (page * int(pages) for pages in (place / "statm").read_text().split())
+    return ProcessUse(resident, resident - shared, len(os.listdir(place / "fd")))
+
+
+def ray_processes() -> dict[str, int]:
+    """Processes that this one has started, by name: raylet, gcs_server and the actors as raysim calls them."""
+    parents, titles = {}, {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            titles[int(place.name)] = (place / "cmdline").read_text().split("\0")[0]
+        except OSError:  # It has ended.
+            continue
+    found: dict[str, int] = {}
+    for pid, title in sorted(titles.items()):
+        above = pid
+        while above in parents and above != os.getpid():
+            above = parents[above]
+        name = Path(title).name
+        if above != os.getpid():
+            continue
+        if name in ("raylet", "gcs_server"):
+            found[name] = pid
+        elif title.startswith("ray::") and not title.startswith("ray::IDLE"):
+            found[f"{title.removeprefix('ray::').partition('.')[0]} {pid}"] = pid
+    return found
+
+
+class Peaks(threading.Thread):
+    """Looks at this process and at the object store several times a second, and keeps the largest numbers.
+
+    Attributes:
+        rss: Bytes of this process.
+        store: Bytes used in the object stores.
+        both: The largest sum of the two at one moment; what this process has mapped of the store counts twice.
+    """
+
+    def __init__(self, every_s: float = 0.25) -> None:
+        super().__init__(daemon=True)
+        self.rss = self.store = self.both = 0
+        self._every_s, self._ended = every_s, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            rss, store = process_use().rss, store_use().used
+            self.rss, self.store, self.both = max(self.rss, rss), max(self.store, store), max(self.both, rss + store)
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.rss = self.store = self.both = 0
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self.join()
+
+
+class WatchingRecorder(Recorder):
+    """A recorder that remembers which client states there are and how long checkpoints took."""
+
+    digests: Mapping[int, str] = {}
+    checkpoint_seconds: float = 0.0
+
+    def commit(self, result: RoundResult, *rest: Any) -> Any:
+        self.digests = dict(result.state.client_checksums)
+        return super().commit(result, *rest)
+
+    def _checkpoint(self, *args: Any) -> None:
+        clock = time.perf_counter()
+        super()._checkpoint(*args)
+        self.checkpoint_seconds = time.perf_counter() - clock
+
+
+@contextmanager
+def running(config: RunConfig) -> Iterator[tuple[Any, WatchingRecorder, dict[str, Any]]]:
+    """A run, round by round: its rounds up to the commit, its recorder and its plan."""
+    prepared = prepare(config)
+    config.folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        executor = stack.enter_context(closing(make_executor(prepared, Silent())))
+        recorder = stack.enter_context(closing(WatchingRecorder(prepared, executor, datetime.now(UTC), None)))
+        yield rounds(prepared, executor, recorder, Silent()), recorder, executor.describe()
+
+
+def finish(result: Mapping[str, Any]) -> None:
+    """The last line: one JSON object."""
+    print(json.dumps(result), flush=True)
