@@ -75,27 +75,17 @@ def process_use(pid: int | None = None) -> ProcessUse:
     return ProcessUse(resident, resident - shared, len(os.listdir(place / "fd")))
 
 
-def ray_processes() -> dict[str, int]:
-    """Processes that this one has started, by name: raylet, gcs_server and the actors as raysim calls them."""
-    parents, titles = {}, {}
+def ray_servers() -> dict[str, int]:
+    """Process ids of the raylet and of the GCS of a Ray that this process has started."""
+    found: dict[str, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            titles[int(place.name)] = (place / "cmdline").read_text().split("\0")[0]
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            name = Path((place / "cmdline").read_text().split("\0")[0]).name
         except OSError:  # It has ended.
             continue
-    found: dict[str, int] = {}
-    for pid, title in sorted(titles.items()):
-        above = pid
-        while above in parents and above != os.getpid():
-            above = parents[above]
-        name = Path(title).name
-        if above != os.getpid():
-            continue
-        if name in ("raylet", "gcs_server"):
-            found[name] = pid
-        elif title.startswith("ray::") and not title.startswith("ray::IDLE"):
-            found[f"{title.removeprefix('ray::').partition('.')[0]} {pid}"] = pid
+        if parent == os.getpid() and name in ("raylet", "gcs_server"):
+            found[name] = int(place.name)
     return found
 
 
@@ -130,13 +120,18 @@ class Peaks(threading.Thread):
 
 
 class WatchingRecorder(Recorder):
-    """A recorder that remembers which client states there are and how long checkpoints took."""
+    """A recorder that remembers which client states and actors there are, and how long the last checkpoint took."""
 
-    digests: Mapping[int, str] = {}
-    checkpoint_seconds: float = 0.0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.digests: Mapping[int, str] = {}
+        self.actors: dict[int, str] = {}
+        self.checkpoint_seconds = 0.0
 
     def commit(self, result: RoundResult, *rest: Any) -> Any:
         self.digests = dict(result.state.client_checksums)
+        places = [place for outcome in result.outcomes for place in (outcome.actor, outcome.scorer) if place]
+        self.actors |= {place.pid: place.actor for place in places}
         return super().commit(result, *rest)
 
     def _checkpoint(self, *args: Any) -> None:
