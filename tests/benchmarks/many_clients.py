@@ -5,7 +5,9 @@
 SCAFFOLD on Fashion-MNIST's 60,000 images (0.5 % of them held out, so about 6 per client), LeNet-5 (44 thousand parameters),
 1,000 clients per round, one local epoch in batches of 3, uniform weights, two client processes, 20 rounds. The only checkpoint
 is that of the last round; it is read back whole, and the states' checksums are compared with those that the clients' own
-processes took. The limits: 8,500 clients with a state, 4 GB for the driver and the object store together.
+processes took. The limits: 8,500 clients with a state, 4 GB for the driver and the object store together. Each byte counts
+once: the driver's resident memory also holds what it has mapped of the object store, most of it when it writes the checkpoint.
+The first round's seconds include the test of the initial model.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             "output": {"dir": str(folder), "checkpoint_every": args.rounds},
         }
     )
-    table = Table("round", "seconds", "train", "aggregate", "evaluate", "commit", "driver MB", "store MB", "objects")
+    table = Table(
+        "round", "seconds", "train", "aggregate", "evaluate", "commit", "driver MB", "own MB", "store MB", "objects"
+    )
     clock = time.perf_counter()
     with running(config) as (run, recorder, _):
         start_s = time.perf_counter() - clock
@@ -63,8 +67,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 record = next(run)
                 seconds.append(time.perf_counter() - clock)
                 driver, store = process_use(), store_use()
+
                 cells = [seconds[-1], record.train_s, record.aggregate_s, record.evaluate_s, record.commit_s]
-                sizes = [f"{driver.rss / MB:.0f}", f"{store.used / MB:.0f}", str(store.objects)]
+                sizes = [
+                    f"{driver.rss / MB:.0f}",
+                    f"{driver.private / MB:.0f}",
+                    f"{store.used / MB:.0f}",
+                    str(store.objects),
+                ]
                 table.add_row(str(record.round_num), *(f"{cell:.2f}" for cell in cells), *sizes)
                 print(f"round {record.round_num}: {seconds[-1]:.2f} s, store {store.used / MB:.0f} MB", flush=True)
             spilled = store_use().spilled
@@ -94,8 +104,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             "enough_states": len(digests) >= 8_500,
             "peak_driver_gb": peaks.rss / 1e9,
             "peak_store_gb": peaks.store / 1e9,
-            "peak_both_gb": peaks.both / 1e9,
-            "within_4_gb": peaks.both <= 4e9,
+            "peak_driver_private_gb": peaks.private / 1e9,
+            "peak_private_and_store_gb": peaks.total / 1e9,
+            "within_4_gb": peaks.total <= 4e9,
+            "rss_and_store_within_4_gb": peaks.rss + peaks.store <= 4e9,
             "spilled_gb": spilled / 1e9,
             "checkpoint_files": len(files),
             "checkpoint_gb": sum(path.stat().st_size for path in files) / 1e9,

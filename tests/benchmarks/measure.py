@@ -93,25 +93,23 @@ class Peaks(threading.Thread):
     """Looks at this process and at the object store several times a second, and keeps the largest numbers.
 
     Attributes:
-        rss: Bytes of this process.
+        rss: Bytes of this process, with what it has mapped of the object store.
+        private: Bytes of this process without anything shared.
         store: Bytes used in the object stores.
-        both: The largest sum of the two at one moment; what this process has mapped of the store counts twice.
+        total: The largest sum of `private` and `store` at one moment: every byte counts once.
     """
 
     def __init__(self, every_s: float = 0.25) -> None:
         super().__init__(daemon=True)
-        self.rss = self.store = self.both = 0
+        self.rss = self.private = self.store = self.total = 0
         self._every_s, self._ended = every_s, threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self._ended.wait(self._every_s):
-            rss, store = process_use().rss, store_use().used
-            self.rss, self.store, self.both = max(self.rss, rss), max(self.store, store), max(self.both, rss + store)
-
-    def reset(self) -> None:
-        """Forget what was seen."""
-        self.rss = self.store = self.both = 0
+            own, store = process_use(), store_use().used
+            self.rss, self.private = max(self.rss, own.rss), max(self.private, own.private)
+            self.store, self.total = max(self.store, store), max(self.total, own.private + store)
 
     def close(self) -> None:
         """Stop looking."""
