@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,8 +199,8 @@ class Recorder:
         return known
 
     def _checkpoint(self, state: RoundState) -> None:
-        for client in state.client_checksums:
-            self._client_file(state, client)
+        with ThreadPoolExecutor(max_workers=8) as threads:  # Most of the time of a small file is the wait for the disk.
+            list(threads.map(partial(self._client_file, state), state.client_checksums))
         arrays = {f"server.{name}": array for name, array in to_arrays(state.server).items()}
         arrays |= {f"buffers.{name}": array for name, array in to_arrays(state.buffers).items()}
         clients = {str(k): {"file": entry.file, "checksum": entry.checksum} for k, entry in self._files.items()}

@@ -47,10 +47,11 @@ def torch_seeded_from(rng: np.random.Generator, device: torch.device | None = No
     Module initialisers and dropout know no other source of randomness; this is the only place that touches it.
     """
     devices = [device] if device is not None and device.type == "cuda" else []
+    seed = int(rng.integers(2**63))
     with torch.random.fork_rng(devices=devices):
-        seed = int(rng.integers(2**63))
-        # Not torch.manual_seed: without a GPU it remembers every call, with a stack trace, in case one is initialised later.
+        # Not torch.manual_seed: without a GPU it keeps every call with its stack, in case one is initialised later.
         torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
         yield

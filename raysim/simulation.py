@@ -159,8 +159,8 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     sampled = {outcome.client_id: outcome for outcome in outcomes}
     complete = [sampled.get(i.client_id) or Outcome(i.client_id, i.position, "skipped", "no examples") for i in items]
     took = time.perf_counter() - started
-    traffic = executor.traffic()
-    return RoundResult(after, complete, weights, use, took, traffic, verdict.error, verdict.scored_images)
+    driver_bytes = executor.end_round()
+    return RoundResult(after, complete, weights, use, took, driver_bytes, verdict.error, verdict.scored_images)
 
 
 @dataclass(frozen=True)

@@ -372,8 +372,8 @@ class Executor(Protocol):
     def drain(self, limit_s: float = math.inf) -> None:
         """Wait for every test that was begun, at most `limit_s`."""
 
-    def traffic(self) -> int:
-        """Bytes of vectors that went over the network from or to the driver since the last call."""
+    def end_round(self) -> int:
+        """Drop what was kept to make lost updates again; bytes of vectors that went over the network from or to the driver."""
 
     def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
         """Take over another run with the processes as they are; False, and nothing is changed, if it needs other ones."""

@@ -150,7 +150,6 @@ class RayExecutor:
         self, broadcast: Broadcast, items: Sequence[WorkItem], observer: Observer
     ) -> tuple[list[Outcome], Tally | None, PoolUse]:
         """Train the cohort, probing each update as soon as it is there."""
-        self._units.clear()
         run = CohortRun(
             self._setup,
             self._clients,
@@ -357,8 +356,9 @@ class RayExecutor:
             self._traffic.fetched(handle)
             return ray.get(handle)
 
-    def traffic(self) -> int:
-        """Bytes of vectors that the driver sent to other nodes and got from them since the last call."""
+    def end_round(self) -> int:
+        """Drop the units of the round, with what they were given; bytes that the driver sent and got since the last call."""
+        self._units.clear()
         return self._traffic.take()
 
     def describe(self) -> dict[str, Any]:

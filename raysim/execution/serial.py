@@ -140,8 +140,8 @@ class SerialExecutor:
     def drain(self, limit_s: float = math.inf) -> None:
         """Nothing is ever left to wait for."""
 
-    def traffic(self) -> int:
-        """There is no network."""
+    def end_round(self) -> int:
+        """Nothing is kept, and there is no network."""
         return 0
 
     def fetch(self, handle: Any) -> Any:
