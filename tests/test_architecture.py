@@ -23,7 +23,7 @@ LEVELS = [
     {"objective", "local", "evaluation", "data", "models"},
     {"algorithms", "cohort", "weighting", "fusion"},
     {"recording", "execution"},
-    {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report"},
+    {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report", "bench"},
     {"cli"},
 ]
 NUMERICS = (
@@ -36,8 +36,9 @@ NUMERICS = (
     "raysim.evaluation",
 )
 FAMILIES = {"algorithms", "weighting", "fusion"}
-WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation"}
-WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "backend", "executor")}
+# The bare loop is what raysim is measured against: plain PyTorch on purpose.
+WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation", "raysim.bench.bare"}
+WITH_RAY = {f"raysim.execution.ray_{part}" for part in ("connection", "actors", "backend", "executor", "light")}
 
 
 @dataclass(frozen=True)

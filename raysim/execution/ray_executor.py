@@ -250,6 +250,10 @@ class RayExecutor:
         shards = [done.value for done in self._on_scorers(units)]
         return metrics_of(setup.test.labels, shards, setup.input_spec.num_classes)
 
+    def hold_scoring(self, held: bool) -> None:
+        """Let scorers wait until the last client has trained, to measure what it saves that they need not."""
+        self._scorers.after = self._clients if held else None
+
     def fetch(self, handle: Any) -> Any:
         """The object behind a reference."""
         with signals_heard():

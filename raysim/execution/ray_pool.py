@@ -123,6 +123,7 @@ class Pool:
         backend: Makes and asks the actors.
         retries: How often a unit is run again after its actor died, and how often a slot may fail to start in a row.
         start_timeout_s: Longest time an actor may take to answer for the first time.
+        after: A pool that has to be done before this one is handed any unit; None: both work at the same time.
         clock: Seconds; tests replace it.
     """
 
@@ -131,6 +132,7 @@ class Pool:
     backend: Backend
     retries: int = 2
     start_timeout_s: float = 120.0
+    after: Pool | None = None
     clock: Callable[[], float] = time.monotonic
     busy_seconds: float = 0.0
     retried: int = 0
@@ -178,6 +180,8 @@ class Pool:
         Each takes one whose inputs are on its node, if there is any, else any that it may run; among those the largest, among
         equals the one that waits longest.
         """
+        if self.after is not None and self.after.unfinished:
+            return
         for slot in self._slots.values():
             if slot.ref is None and (unit := self._pick(slot)) is not None:
                 self._queue.remove(unit)
