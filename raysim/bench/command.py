@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from raysim.bench.findings import Finding, document
 from raysim.bench.stand_ins import overhead
 from raysim.bench.workload import Bench, efficiency, overlap, scoring, startup, suggestion, traffic
 from raysim.config import RunConfig, load_config, resolve
-from raysim.configfile import apply_overrides
+from raysim.configfile import KeyPath, apply_overrides
 from raysim.recording.manifest import build_manifest, write_json
 
 MEASURES: dict[str, Callable[[Bench], Finding]] = {
@@ -27,15 +28,16 @@ def bench_config(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     """
     if file is not None:
         return load_config(file, overrides)
-    values = {
+    values: dict[str, Any] = {
         "name": "digits",
         "data": {"name": "digits"},
         "partition": {"clients": 20, "alpha": 0.1},
         "client": {"per_round": 10, "local_epochs": 5, "batch_size": 16},
         "weighting": {"name": "fedvg"},
     }
-    apply_overrides(values, {}, overrides)
-    return resolve(values)
+    places: dict[KeyPath, str] = {}
+    apply_overrides(values, places, overrides)
+    return resolve(values, places=places)
 
 
 def run_bench(

@@ -31,6 +31,8 @@ MODELS = {
 CLIENTS = 20
 FEWEST = 4
 """Fewer clients than this share what a round costs once too badly to speak of one client."""
+SPILL_FREE = 0.6
+"""Share of the object store that is used; Ray writes to disk from 80 % on, which would be measured too."""
 WARM_UP = 2
 
 
@@ -82,7 +84,7 @@ def _fitting(config: RunConfig, parameters: int) -> int:
     store = config.execution.object_store_memory_mb
     # Ray keeps 30 % of the memory that is free when it starts, of which `local_nodes` tells the other 70 %.
     size = store * 2**20 if store is not None else local_nodes(config.execution)[0].memory * 3 / 7
-    return int(0.9 * size / (4 * parameters)) - 3
+    return int(SPILL_FREE * size / (4 * parameters)) - 3
 
 
 def _rounds_without_training(bench: Bench, model: str, clients: int) -> tuple[list[float], int]:

@@ -254,7 +254,7 @@ def scoring(bench: Bench) -> Finding:
     for count, times in slept.items():
         what = f"{MODELS_PER_SCORER * count} models of {SLEEP_S:g} s"
         rows.append(
-            Row.of(f"{count} sleeping scorers, ideal over real time", [100 * ideal / s for s in times], "%", what)
+            Row.of(f"{_scorers(count, 'sleeping ')}, ideal over real time", [100 * ideal / s for s in times], "%", what)
         )
     return Finding("scoring", rows, raw, notes)
 
@@ -281,11 +281,11 @@ def _scored_images(bench: Bench, raw: dict[str, Any], notes: list[str]) -> list[
                 if repeat >= 0:
                     images = len(prepared.setup.validation) * record.ok
                     speeds[count].append(images / max(record.score_tail_s or 0.0, 1e-9))
-                    _tell(bench, "scoring", repeat, f"{count} scorers: {speeds[count][-1]:,.0f} images/s")
-        rows.append(Row.of(f"{count} scorers", speeds[count], "images/s", f"{config.model.name} on {config.data.name}"))
+                    _tell(bench, "scoring", repeat, f"{_scorers(count)}: {speeds[count][-1]:,.0f} images/s")
+        rows.append(Row.of(_scorers(count), speeds[count], "images/s", f"{config.model.name} on {config.data.name}"))
         if count > 1:
             up = statistics.median(speeds[count]) / statistics.median(speeds[1])
-            rows.append(Row(f"{count} scorers, speed-up", up, "x", detail=f"efficiency {up / count:.0%}"))
+            rows.append(Row(f"{_scorers(count)}, speed-up", up, "x", detail=f"efficiency {up / count:.0%}"))
         count *= 2
     raw["images_per_s"] = speeds
     return rows
@@ -379,6 +379,10 @@ def _idle(spent: Sequence[float], seconds: float, actors: int) -> float:
 
 def _pools(executor: RayExecutor) -> str:
     return f"{executor.plan.client_actors} client and {executor.plan.scorer_actors} scorer actors"
+
+
+def _scorers(count: int, kind: str = "") -> str:
+    return f"{count} {kind}scorer{'s' if count > 1 else ''}"
 
 
 def _unscored(bench: Bench) -> str:

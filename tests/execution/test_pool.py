@@ -114,6 +114,24 @@ def test_equal_units_go_first_in_first_out():
     assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [0, 1, 2]
 
 
+def test_a_pool_that_comes_after_another_waits_until_that_is_done():
+    backend = FakeBackend()
+    first, second = started(backend), Pool("scorer", ["scorer-0"], backend, clock=backend.clock)
+    second.start()
+    second.after = first
+    ended = []
+
+    def handle(done: Done) -> None:
+        ended.append(done.unit.kind)
+        if done.unit.kind == "train":
+            second.put(Unit("score", done.unit.key))
+
+    for unit in units(1, 2, 3, 4, 5):
+        first.put(unit)
+    run_until_done([first, second], backend, handle)
+    assert ended == ["train"] * 5 + ["score"] * 5
+
+
 def test_an_actor_takes_what_lies_on_its_node_before_anything_larger_and_nobody_idles():
     backend = FakeBackend()
     backend.nodes = {"client-0": "a", "client-1": "b"}
