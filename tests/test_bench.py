@@ -42,7 +42,7 @@ def pairs(found: list[Split]) -> list[tuple[int, int]]:
 
 
 def test_the_best_split_follows_the_work():
-    found = splits(2.0, 6.0, 8, None)
+    found = splits(2.0, 6.0, 8, 10, None)
     assert pairs(found)[0] == (2, 6)
     assert found[0].seconds == pytest.approx(1.0)
     assert found == sorted(found, key=lambda split: split.seconds)
@@ -50,19 +50,23 @@ def test_the_best_split_follows_the_work():
 
 
 def test_the_slower_pool_decides():
-    (split,) = splits(3.0, 5.0, 2, None)
+    (split,) = splits(3.0, 5.0, 2, 10, None)
     assert split == Split(5.0, 1, 1)
 
 
 def test_actors_that_share_cores_are_no_faster_than_the_cores():
-    found = {(s.clients, s.scorers): s.seconds for s in splits(4.0, 4.0, 8, 2)}
+    found = {(s.clients, s.scorers): s.seconds for s in splits(4.0, 4.0, 8, 10, 2)}
     assert found[4, 4] == found[2, 6] == pytest.approx(4.0)
     assert found[1, 7] == pytest.approx(4.0)
-    assert pairs(splits(4.0, 4.0, 8, 2))[0] == (4, 4), "among equals the evener load"
+    assert pairs(splits(4.0, 4.0, 8, 10, 2))[0] == (4, 4), "among equals the evener load"
+
+
+def test_more_actors_than_clients_do_not_help():
+    assert pairs(splits(8.0, 4.0, 8, 4, None))[0] == (4, 4)
 
 
 def test_without_scoring_all_actors_but_one_train():
-    assert splits(3.0, 0.0, 4, None) == [Split(1.0, 3, 1)]
+    assert splits(3.0, 0.0, 4, 10, None) == [Split(1.0, 3, 1)]
 
 
 @pytest.mark.parametrize("gpu_share", [None, "1/3"])

@@ -13,6 +13,7 @@ from raysim.bench.stand_ins import overhead
 from raysim.bench.workload import Bench, efficiency, overlap, scoring, startup, suggestion, traffic
 from raysim.config import RunConfig, load_config, resolve
 from raysim.configfile import KeyPath, apply_overrides
+from raysim.errors import ConfigError
 from raysim.recording.manifest import build_manifest, write_json
 
 MEASURES: dict[str, Callable[[Bench], Finding]] = {
@@ -65,7 +66,10 @@ def run_bench(
     manifest = build_manifest(command=command, started=datetime.now(UTC), repeats=repeats, config=config.as_dict())
     findings = []
     with contextlib.closing(Bench(config, repeats, say)) as bench:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path.parent}: cannot be created: {error.strerror}") from None
         for part in parts:
             say(f"{part} ...")
             findings.append(MEASURES[part](bench))

@@ -70,23 +70,25 @@ class Split:
     scorers: int
 
 
-def splits(train_s: float, score_s: float, actors: int, cores: float | None) -> list[Split]:
+def splits(train_s: float, score_s: float, actors: int, cohort: int, cores: float | None) -> list[Split]:
     """All ways to divide actors between clients and scorers, the fastest first.
 
     Both pools work at the same time, so a round takes as long as the one with more to do: max(T / c, S / s). Actors that
-    share cores are not faster than these: (T + S) / cores. Among equals, the one with the evener load comes first.
+    share cores are not faster than these: (T + S) / cores. More actors than the cohort has clients do not help. Among equals,
+    the split with the evener load comes first.
 
     Args:
         train_s: T, seconds that the cohort's training takes on one actor with a core (or its share of a GPU) of its own.
         score_s: S, the same of its scoring; 0 without scoring, which leaves one scorer for testing the global model.
         actors: c + s, at least 2.
+        cohort: Clients per round.
         cores: Of the cluster; None where actors compute on GPUs.
     """
     floor = (train_s + score_s) / cores if cores else 0.0
     found = []
     for clients in range(1, actors) if score_s else [actors - 1]:
         scorers = actors - clients
-        slower = max(train_s / clients, score_s / scorers)
+        slower = max(train_s / min(clients, cohort), score_s / min(scorers, cohort))
         found.append((max(slower, floor), slower, Split(max(slower, floor), clients, scorers)))
     return [split for *_, split in sorted(found)]
 

@@ -17,7 +17,8 @@ from typing import Any
 from raysim.bench.bare import BareLoop, mirrored
 from raysim.bench.findings import Finding, Row, Split, config_lines, splits
 from raysim.config import RunConfig
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RaysimError
+from raysim.execution.ray_connection import Connection, connect
 from raysim.execution.ray_executor import RayExecutor
 from raysim.execution.ray_light import rehearse
 from raysim.preparation import Prepared, prepare
@@ -70,9 +71,12 @@ class Bench:
         self.config, self.repeats, self.say = config, repeats, say
         self.prepared = prepare(config)
         self._session = Session()
+        self._connection: Connection | None = None
 
     def executor(self, prepared: Prepared) -> RayExecutor:
-        """Actors for a run: those of the part before, if they suit it."""
+        """Actors for a run: those of the part before, if they suit it. Ray stays for actors of every shape."""
+        if self._connection is None:
+            self._connection = connect(self.config.execution)
         executor = self._session.executor(prepared, Silent())
         assert isinstance(executor, RayExecutor)
         executor.hold_scoring(False)
@@ -92,8 +96,10 @@ class Bench:
         return Block((records[-1].finished - records[0].started).total_seconds(), records, train, score)
 
     def close(self) -> None:
-        """End all processes."""
-        self._session.close()
+        """End all processes, to be started again when they are needed."""
+        connection, self._connection = self._connection, None
+        with contextlib.closing(connection) if connection else contextlib.nullcontext():
+            self._session.close()
 
 
 def startup(bench: Bench) -> Finding:
@@ -206,10 +212,11 @@ def suggestion(bench: Bench) -> Finding:
     bench.block(bench.prepared, executor, 1)  # Warm-up.
     train, score = _work(bench, bench.prepared, executor, cores)
     actors = max(2, plan.client_actors + plan.scorer_actors)
-    found = splits(train, score, actors, cores)
+    found = splits(train, score, actors, bench.config.cohort_size, cores)
     raw |= {"train_s": train, "score_s": score, "cores": cores, "splits": found}
-    rows.append(Row("training of a cohort, one actor", train, "s", detail="each client alone on its core"))
-    rows.append(Row("scoring of a cohort, one actor", score, "s", detail="each model alone on its core"))
+    alone = "alone on its share of a GPU" if on_gpus else "alone on its core"
+    rows.append(Row("training of a cohort, one actor", train, "s", detail=alone))
+    rows.append(Row("scoring of a cohort, one actor", score, "s", detail=alone))
     best, share = found[0], str(plan.client_gpus) if on_gpus else None
     if on_gpus:
         measured = _gpu_shares(bench, found[0])
@@ -320,6 +327,8 @@ def _gpu_shares(bench: Bench, split: Split) -> dict[Fraction, tuple[Split, list[
     execution = bench.config.execution
     gpus = int(sum(node.gpus for node in bench.executor(bench.prepared).plan.nodes))
     for k in GPU_SHARES:
+        if k * gpus > 2 * bench.config.cohort_size:
+            break  # More would have nothing to do.
         clients = max(1, min(k * gpus - 1, round(k * gpus * part_of_clients)))
         share = Fraction(1, k)
         settings = replace(
@@ -332,10 +341,10 @@ def _gpu_shares(bench: Bench, split: Split) -> dict[Fraction, tuple[Split, list[
         try:
             prepared = prepare(replace(bench.config, execution=settings))
             executor = bench.executor(prepared)
-        except ConfigError as error:
+            blocks = [bench.block(prepared, executor) for _ in range(bench.repeats + 1)][1:]
+        except RaysimError as error:  # Among others, that so many do not fit in the GPU's memory.
             bench.say(f"suggestion: {share} GPU each skipped: {error}")
             continue
-        blocks = [bench.block(prepared, executor) for _ in range(bench.repeats + 1)][1:]
         times = [block.seconds / len(block.records) for block in blocks]
         found[share] = Split(statistics.median(times), clients, k * gpus - clients), times
         bench.say(f"suggestion: {share} GPU each: {', '.join(f'{s:.3f}' for s in times)} s a round")

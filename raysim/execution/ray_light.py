@@ -23,8 +23,8 @@ from raysim.execution.ray_plan import Plan, local_nodes
 from raysim.execution.ray_pool import Done, Pool, Ref, Unit, run_until_done, wait_until_started
 from raysim.execution.settings import ExecutionSettings
 
-LIGHT_MEMORY = 120 * 2**20
-"""Private memory of a light actor, in bytes (measured: 60 to 100 MB)."""
+LIGHT_MEMORY = 80 * 2**20
+"""Private memory of a light actor, in bytes (measured: about 60 MB)."""
 PARAMETERS = 44_000
 """Length of the vectors that travel."""
 CLIENTS = 2
