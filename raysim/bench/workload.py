@@ -118,7 +118,7 @@ def startup(bench: Bench) -> Finding:
         _tell(bench, "startup", repeat, ", ".join(f"{names[name]} {times[name][-1]:.2f} s" for name in names))
     what = _pools(executor)
     rows = [Row.of(names[name], values, "s", what) for name, values in times.items()]
-    return Finding("startup", rows, times)
+    return Finding("startup", rows, {"plan": executor.plan.as_dict(), **times})
 
 
 def efficiency(bench: Bench) -> Finding:
@@ -150,7 +150,8 @@ def efficiency(bench: Bench) -> Finding:
         Row.of("round, bare PyTorch", floor, "s", f"{processes} processes"),
         Row.of("ratio", [a / b for a, b in zip(ours, floor, strict=True)], "x", "median of the pairs' ratios"),
     ]
-    raw = {"raysim_s": ours, "bare_s": floor, "processes": processes, "rounds_per_block": len(block.records)}
+    raw = {"plan": plan.as_dict(), "raysim_s": ours, "bare_s": floor, "processes": processes}
+    raw["rounds_per_block"] = len(block.records)
     return Finding(part, rows, raw, [f"{part}: {note}" for note in notes])
 
 
@@ -180,7 +181,8 @@ def overlap(bench: Bench) -> Finding:
         Row.of("time saved", gains, "%", "median of the pairs"),
         *(Row.of(f"idle {role}", values, "%", "of the overlapped round") for role, values in idle.items()),
     ]
-    return Finding(part, rows, {**times, **{f"idle_{role}": values for role, values in idle.items()}})
+    shares = {f"idle_{role}": values for role, values in idle.items()}
+    return Finding(part, rows, {"plan": executor.plan.as_dict(), **times, **shares})
 
 
 def traffic(bench: Bench) -> Finding:
@@ -210,13 +212,14 @@ def suggestion(bench: Bench) -> Finding:
     on_gpus = bool(plan.client_gpus)
     cores = None if on_gpus else sum(node.cpus for node in plan.nodes)
     bench.block(bench.prepared, executor, 1)  # Warm-up.
-    train, score = _work(bench, bench.prepared, executor, cores)
+    train_times, score_times = _work(bench, executor, cores)
+    train, score = statistics.median(train_times), statistics.median(score_times)
     actors = max(2, plan.client_actors + plan.scorer_actors)
     found = splits(train, score, actors, bench.config.cohort_size, cores)
-    raw |= {"train_s": train, "score_s": score, "cores": cores, "splits": found}
+    raw |= {"plan": plan.as_dict(), "train_s": train_times, "score_s": score_times, "cores": cores, "splits": found}
     alone = "alone on its share of a GPU" if on_gpus else "alone on its core"
-    rows.append(Row("training of a cohort, one actor", train, "s", detail=alone))
-    rows.append(Row("scoring of a cohort, one actor", score, "s", detail=alone))
+    rows.append(Row.of("training of a cohort, one actor", train_times, "s", alone))
+    rows.append(Row.of("scoring of a cohort, one actor", score_times, "s", alone))
     best, share = found[0], str(plan.client_gpus) if on_gpus else None
     if on_gpus:
         measured = _gpu_shares(bench, found[0])
@@ -298,26 +301,22 @@ def _scored_images(bench: Bench, raw: dict[str, Any], notes: list[str]) -> list[
     return rows
 
 
-def _work(bench: Bench, prepared: Prepared, executor: RayExecutor, cores: float | None) -> tuple[float, float]:
-    """Seconds of training and of scoring of a cohort, on actors that have a core each.
+def _work(bench: Bench, executor: RayExecutor, cores: float | None) -> tuple[list[float], list[float]]:
+    """Seconds of training and of scoring of a cohort, by repeat, on actors that have a core each.
 
     Training and scoring are held apart, so that they do not slow each other down. Where actors of one pool alone are more
     than the cores, each has only its share of one.
     """
-    blocks = []
-    with _held_back(executor):
-        for repeat in range(bench.repeats):
-            blocks.append(bench.block(prepared, executor, 1))
-            _tell(
-                bench,
-                "suggestion",
-                repeat,
-                f"training {sum(blocks[-1].train_s):.2f} s, scoring {sum(blocks[-1].score_s):.2f} s",
-            )
     sizes = executor.plan.client_actors, executor.plan.scorer_actors
     shares = [min(1.0, cores / size) if cores else 1.0 for size in sizes]
-    train = statistics.median(sum(block.train_s) for block in blocks) * shares[0]
-    return train, statistics.median(sum(block.score_s) for block in blocks) * shares[1]
+    train, score = list[float](), list[float]()
+    with _held_back(executor):
+        for repeat in range(bench.repeats):
+            block = bench.block(bench.prepared, executor, 1)
+            train.append(sum(block.train_s) * shares[0])
+            score.append(sum(block.score_s) * shares[1])
+            _tell(bench, "suggestion", repeat, f"training {train[-1]:.2f} s, scoring {score[-1]:.2f} s of a cohort")
+    return train, score
 
 
 def _gpu_shares(bench: Bench, split: Split) -> dict[Fraction, tuple[Split, list[float]]]:
