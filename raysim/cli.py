@@ -1,4 +1,4 @@
-"""The command line: run, check, partition. Commands import what they need, so that `--help` answers at once.
+"""The command line: run, check, partition, bench. Commands import what they need, so that `--help` answers at once.
 
 Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143 interrupted.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysim import __version__
+from raysim.bench import PARTS
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig
@@ -131,6 +132,50 @@ def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
         typer.echo(f"wrote {path} and {path.with_suffix('.png').name}")
 
 
+@app.command()
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="YAML configuration and settings that replace its own."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="PART ...", help=f"Of these parts only: {', '.join(PARTS)}.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each measurement is repeated.")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="PATH", help="Where the JSON file goes.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine, or the cluster that a configuration names, with the configuration's own work.
+
+    Rounds against bare PyTorch, scoring while others train against scoring afterwards, start-up, traffic, scaling of the
+    scorers and the cost of a client without training; and which number of actors suits the configuration. Takes minutes
+    and wants the machine to itself. Without FILE: LeNet-5 on scikit-learn's digits. Prints a table and writes JSON with every
+    repeat, by default into the configuration's output folder.
+
+    Example: raysim bench configs/quickstart.yaml --only efficiency overlap --repeats 3
+    """
+    with _explained(debug, "the parts that were measured are kept"):
+        from datetime import UTC, datetime
+
+        from rich.console import Console
+
+        from raysim.bench.findings import sort_words, table_of
+
+        file, overrides, parts = sort_words(words or [], only or [])
+        from raysim.bench.command import bench_config, run_bench
+
+        config = bench_config(file, overrides)
+        path = json or config.output.dir / f"{config.name}.bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+        findings = run_bench(config, parts, repeats, path, lambda line: typer.echo(line, err=True), sys.argv)
+        console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, 140)
+        console.print(table_of(findings, f"{config.name}: {config.model.name} on {config.data.name}"))
+        for note in (note for finding in findings for note in finding.notes):
+            typer.echo(note)
+        typer.echo(f"wrote {path}")
+
+
 def main() -> None:
     """Entry point of the `raysim` command."""
     app()
@@ -141,7 +186,7 @@ class Terminated(BaseException):
 
 
 @contextmanager
-def _explained(debug: bool) -> Iterator[None]:
+def _explained(debug: bool, kept: str = "the finished rounds are kept") -> Iterator[None]:
     """Turn errors into a message and an exit status; a user sees a traceback only when asking for it."""
     from raysim.errors import ConfigError, RaysimError
 
@@ -158,10 +203,10 @@ def _explained(debug: bool) -> Iterator[None]:
             typer.echo(f"raysim: {problem}" if len(problems) == 1 else f"  {problem}", err=True)
         raise typer.Exit(error.exit_status) from None
     except KeyboardInterrupt:
-        typer.echo("raysim: interrupted; the finished rounds are kept", err=True)
+        typer.echo(f"raysim: interrupted; {kept}", err=True)
         raise typer.Exit(130) from None
     except Terminated:
-        typer.echo("raysim: terminated; the finished rounds are kept", err=True)
+        typer.echo(f"raysim: terminated; {kept}", err=True)
         raise typer.Exit(143) from None
     except Exception as error:
         if debug:

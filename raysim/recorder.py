@@ -108,7 +108,7 @@ class Recorder:
         """Record the evaluation of the initial model."""
         now = datetime.now(UTC)
         record = RoundRecord(
-            round_num=0, started=now, finished=now, round_s=0.0, **_checksums(state, ()), **_metrics(metrics)
+            round_num=0, started=now, finished=now, round_s=0.0, **checksums(state, ()), **_metrics(metrics)
         )
         self._initial = record
         if self._board is not None:
@@ -165,7 +165,7 @@ class Recorder:
             scorer_utilisation=use.scorer_utilisation,
             retries=use.retries,
             notes=() if result.weights is None else result.weights.notes,
-            **_checksums(state, outcomes),
+            **checksums(state, outcomes),
             **_metrics(metrics),
         )
         clients = _client_records(state.round_num, outcomes, weights)
@@ -299,7 +299,7 @@ def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.nda
     return records
 
 
-def _checksums(state: RoundState, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def checksums(state: RoundState, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Of parameters, buffers, server state, and the states of the cohort's clients in id order."""
     states = [state.client_checksums.get(outcome.client_id, "") for outcome in outcomes]
     params = checksum(state.server.params.numpy())

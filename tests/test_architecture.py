@@ -23,7 +23,7 @@ LEVELS = [
     {"objective", "local", "evaluation", "data", "models"},
     {"algorithms", "cohort", "weighting", "fusion", "subset"},
     {"recording", "execution"},
-    {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report"},
+    {"config", "configfile", "preparation", "simulation", "recorder", "sweep", "report", "bench"},
     {"cli"},
 ]
 NUMERICS = (
@@ -37,9 +37,11 @@ NUMERICS = (
     "raysim.evaluation",
 )
 FAMILIES = {"algorithms", "weighting", "fusion"}
-WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation"}
+# The bare loop is what raysim is measured against: plain PyTorch on purpose.
+WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation", "raysim.bench.bare"}
 WITH_RAY = {
-    f"raysim.execution.ray_{part}" for part in ("actors", "backend", "cohort", "connection", "executor", "traffic")
+    f"raysim.execution.ray_{part}"
+    for part in ("actors", "backend", "cohort", "connection", "executor", "light", "traffic")
 }
 
 

@@ -18,6 +18,9 @@ from raysim.execution.settings import ExecutionSettings
 
 logger = logging.getLogger("raysim.ray")
 
+TELL_AFTER_S = 3.0
+"""Shorter waits are not worth a word: actors that were just ended hold their resources for a moment."""
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -104,7 +107,7 @@ def wait_for_resources(plan: Plan, timeout_s: float) -> None:
         "GPU": float(plan.client_actors * plan.client_gpus + plan.scorer_actors * plan.scorer_gpus),
     }
     deadline = time.monotonic() + timeout_s
-    told = False
+    told, tell = False, time.monotonic() + TELL_AFTER_S
     while short := _short(needed):
         if time.monotonic() > deadline:
             free = ray.available_resources()
@@ -113,7 +116,7 @@ def wait_for_resources(plan: Plan, timeout_s: float) -> None:
                 f"execution: {lacking} on the cluster after {timeout_s:g} s (execution.resource_timeout_s): other jobs hold "
                 "the rest; ask for fewer actors or wait longer"
             )
-        if not told:
+        if not told and time.monotonic() > tell:
             logger.warning("waiting up to %g s for %s that other jobs hold", timeout_s, " and ".join(short))
             told = True
         time.sleep(0.5)

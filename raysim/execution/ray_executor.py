@@ -350,6 +350,10 @@ class RayExecutor:
         deadline = time.monotonic() + limit_s
         self._run_until(lambda: not self._tests or time.monotonic() > deadline)
 
+    def hold_scoring(self, held: bool) -> None:
+        """Let scorers wait until the last client has trained, to measure what it saves that they need not."""
+        self._scorers.after = self._clients if held else None
+
     def fetch(self, handle: Any) -> Any:
         """The object behind a reference."""
         with signals_heard():

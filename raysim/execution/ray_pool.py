@@ -138,6 +138,7 @@ class Pool:
         retries: How often a unit is run again after its actor died, and how often a slot may fail to start in a row.
         start_timeout_s: Longest time an actor may take to answer for the first time.
         depth: Most units in flight per actor.
+        after: A pool that has to be done before this one is handed any unit; None: both work at the same time.
         clock: Seconds; tests replace it.
     """
 
@@ -147,6 +148,7 @@ class Pool:
     retries: int = 2
     start_timeout_s: float = 120.0
     depth: int = 2
+    after: Pool | None = None
     clock: Callable[[], float] = time.monotonic
     busy_seconds: float = 0.0
     retried: int = 0
@@ -203,6 +205,8 @@ class Pool:
         Each takes the largest that it may run, among equals the one that waits longest; but if that one's inputs are on
         another node, the first of those whose inputs are on its own, if there are any. Only an idle one takes others.
         """
+        if self.after is not None and self.after.unfinished:
+            return
         for depth in range(self.depth):
             for slot in self._slots.values():
                 if slot.starting is not None or len(slot.work) != depth:

@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 import ray
 from measure import MB, finish, store_use
-from overhead import Null, prepared
+from raysim.bench.stand_ins import Null, prepared
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
 from raysim.preparation import Prepared
-from raysim.recorder import _checksums
+from raysim.recorder import checksums
 from raysim.recording.progress import Silent
 from raysim.simulation import make_executor, run_round
 from raysim.state import ClientUpdate
@@ -132,7 +132,7 @@ def run_rounds(ready: Prepared, rounds: int, raylets: dict[int, str] | None) -> 
             result = run_round(ready, state, executor, Silent())
             seconds = time.perf_counter() - clock
             state = result.state
-            entry = {"round": round_num, "seconds": seconds, "checksums": _checksums(state, result.outcomes)}
+            entry = {"round": round_num, "seconds": seconds, "checksums": checksums(state, result.outcomes)}
             nodes = Counter(outcome.actor.node for outcome in result.outcomes if outcome.actor is not None)
             entry["clients_by_node"] = sorted(nodes.values())
             if raylets is not None:

@@ -8,7 +8,7 @@ The environments are the peers' own: Flower 1.42 brings Ray 2.55; pfl 0.6 works 
 Both run on Python 3.11.
 
 overhead: 20 clients per round return what they were sent, a vector of 44 thousand or 11.2 million float32 (ResNet-18), and the
-server averages. raysim: the null algorithm of `overhead.py`, with a round's checksums. Flower: FedAvg, two actors of one CPU,
+server averages. raysim: the null algorithm of `raysim bench`, with a round's checksums. Flower: FedAvg, two actors of one CPU,
 through its Message API and through NumPyClient. Milliseconds per client, median over the rounds after the first two.
 
 throughput: 1,000 clients on scikit-learn's digits, resized to 28 x 28 and repeated 16 times, so that each has 22 or 23 images
@@ -33,14 +33,15 @@ from typing import Any
 
 import numpy as np
 from measure import finish
-from overhead import prepared as without_training
 from rich.console import Console
 from rich.table import Table
 
 import raysim
+from raysim.bench.stand_ins import without_training
 from raysim.config import RunConfig, resolve
+from raysim.execution.settings import ExecutionSettings
 from raysim.preparation import prepare, prepare_data
-from raysim.recorder import _checksums
+from raysim.recorder import checksums
 from raysim.recording.progress import Silent
 from raysim.simulation import make_executor, run_round
 
@@ -51,7 +52,7 @@ REPEATS = 16
 
 def raysim_overhead(model: str, rounds: int) -> dict[str, Any]:
     clock = time.perf_counter()
-    ready = without_training(model, 20)
+    ready = without_training(ExecutionSettings(client_actors=2, scorer_actors=1), model, 20)
     state, seconds = ready.initial, []
     with contextlib.closing(make_executor(ready, Silent())) as executor:
         start_s = time.perf_counter() - clock
@@ -59,7 +60,7 @@ def raysim_overhead(model: str, rounds: int) -> dict[str, Any]:
             clock = time.perf_counter()
             result = run_round(ready, state, executor, Silent())
             state = result.state
-            _checksums(state, result.outcomes)
+            checksums(state, result.outcomes)
             seconds.append(time.perf_counter() - clock)
             del result
     return {"start_s": start_s, "seconds": seconds, "parameters": ready.population.layout.size}

@@ -159,6 +159,23 @@ def test_equal_units_go_first_in_first_out():
     assert [entry[3] for entry in backend.log if entry[0] == "submit"] == [0, 1, 2]
 
 
+def test_a_pool_that_comes_after_another_waits_until_that_is_done():
+    backend = FakeBackend()
+    first, second = started(backend), Pool("scorer", ["scorer-0"], backend, clock=backend.clock)
+    second.start()
+    second.after = first
+    ended = []
+
+    def trained(done: Done) -> None:
+        ended.append(done.unit.kind)
+        second.put(Unit("score", done.unit.key, then=lambda done: ended.append(done.unit.kind)))
+
+    for unit in units(1, 2, 3, 4, 5):
+        first.put(replace(unit, then=trained))
+    run_until([first, second], backend, lambda: len(ended) == 10)
+    assert ended == ["train"] * 5 + ["score"] * 5
+
+
 def test_an_actor_takes_what_lies_on_its_node_before_anything_larger_and_nobody_idles():
     backend = FakeBackend()
     backend.nodes = {"client-0": "a", "client-1": "b"}
