@@ -35,6 +35,7 @@ from raysim.recording.tables import read_table
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState, ServerState
 from raysim.subset import total_variation, weight_error
+from raysim.vector import first_nonfinite
 from raysim.weighting.base import KeptProbe, ScoringSettings, Tally, Weights
 
 logger = logging.getLogger("raysim")
@@ -142,7 +143,7 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
         buffers = summation.mean_buffers(state.server.params.dtype)
         if setup.fusion is not None:
             server, buffers, weights = _fused(executor, usable, state, server, buffers, weights)
-        if not torch.isfinite(server.params).all():
+        if first_nonfinite(server.params.numpy()) is not None:
             raise RunError(f"round {round_num}: the server's step made the global model non-finite; it is not deployed")
     changed = {o.client_id: o for o in usable if o.state is not None}
     after = RoundState(

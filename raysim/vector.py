@@ -138,21 +138,25 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def add_scaled(total: np.ndarray, vector: np.ndarray, coefficient: float, *, chunk: int = 32768) -> None:
-    """`total += coefficient * vector` in float64, in chunks that stay in the processor's cache.
+def add_scaled(
+    total: np.ndarray, vectors: Sequence[np.ndarray], coefficients: Sequence[float] | np.ndarray, *, chunk: int = 32768
+) -> None:
+    """`total += coefficient * vector` for each vector in turn, in float64, in chunks that stay in the processor's cache.
 
     Args:
         total: float64 [P], changed in place.
-        vector: [P], any float type.
-        coefficient: Applied in float64.
+        vectors: Each [P], of any float type.
+        coefficients: One for each vector, applied in float64.
         chunk: Scalars per step; it does not change the result.
     """
-    scratch = np.empty(min(chunk, len(vector)), dtype=np.float64)
-    for start in range(0, len(vector), chunk):
-        stop = min(start + chunk, len(vector))
-        part = scratch[: stop - start]
-        np.multiply(vector[start:stop], coefficient, out=part, dtype=np.float64)
-        total[start:stop] += part
+    scratch = np.empty(min(chunk, len(total)), dtype=np.float64)
+    for start in range(0, len(total), chunk):
+        stop = min(start + chunk, len(total))
+        part, sums = scratch[: stop - start], total[start:stop]
+        for vector, coefficient in zip(vectors, coefficients, strict=True):
+            part[:] = vector[start:stop]
+            part *= coefficient
+            sums += part
 
 
 def first_nonfinite(vector: np.ndarray) -> int | None:

@@ -71,8 +71,8 @@ def test_units_of_other_families():
 def test_add_scaled_is_plain_float64_whatever_the_chunk(values, factor, chunk):
     vector = np.array(values, dtype=np.float32)
     total = np.linspace(-1, 1, len(values))
-    expected = total + vector.astype(np.float64) * factor
-    add_scaled(total, vector, factor, chunk=chunk)
+    expected = (total + vector.astype(np.float64) * factor) + vector[::-1].astype(np.float64) * 0.5
+    add_scaled(total, [vector, vector[::-1]], [factor, 0.5], chunk=chunk)
     assert np.array_equal(total, expected)
 
 

@@ -354,7 +354,7 @@ class Executor(Protocol):
         """
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
-        """float64 sums of update fields over `outcomes`, in the fixed groups, one update in memory at a time."""
+        """float64 sums of update fields over `outcomes`, in the fixed groups, the updates of one group at a time."""
 
     def fuse(
         self,

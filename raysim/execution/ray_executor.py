@@ -1,7 +1,7 @@
 """The Ray executor: clients train in one pool of actors while scorers in another probe what has come back.
 
-The driver owns every object. Updates stay on the node that made them until they are summed, one at a time; only reports and
-probes, a few numbers each, come inline. The test of a round's model runs on the scorers while the next round trains.
+The driver owns every object. Updates stay on the node that made them until they are summed, group by group; only reports
+and probes, a few numbers each, come inline. The test of a round's model runs on the scorers while the next round trains.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class RayExecutor:
         raise RunError(f"{label}: the inputs of scores were lost {self._settings.retries + 1} times")
 
     def sums(self, outcomes: Sequence[Outcome], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
-        """float64 sums: on the driver, one update in memory at a time, or in groups on the scorers."""
+        """float64 sums: on the driver, which maps the updates of one group at a time, or in groups on the scorers."""
         size = len(outcomes) * self._demand.model_bytes / 2**20
         here = ray.get_runtime_context().get_node_id()
         away = any(outcome.actor is None or outcome.actor.node != here for outcome in outcomes)

@@ -391,11 +391,11 @@ def sum_updates(
 
     Args:
         positions: Each update's place in the sampled cohort, ascending.
-        load: Gives the vectors of the i-th update; one update is in memory at a time.
+        load: Gives the vectors of the i-th update; those of one group are held at a time.
         coefficients: Update field -> factors over the updates.
     """
     return add_groups(
-        sum_group(map(load, members), {name: c.rows(members) for name, c in coefficients.items()})
+        sum_group(list(map(load, members)), {name: c.rows(members) for name, c in coefficients.items()})
         for members in groups_of(positions)
     )
 
@@ -408,20 +408,18 @@ def groups_of(positions: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def sum_group(updates: Iterable[Arrays], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
+def sum_group(updates: Sequence[Arrays], coefficients: Mapping[str, Coefficients]) -> dict[str, np.ndarray]:
     """The sums over one group, from its updates in order and the coefficients of these."""
     totals: dict[str, np.ndarray] = {}
-    for i, arrays in enumerate(updates):
-        for name, factors in coefficients.items():
-            vector = arrays[name]
-            if name not in totals:
-                totals[name] = np.zeros(vector.shape, dtype=np.float64)
-            if factors.values.ndim == 1:
-                add_scaled(totals[name], vector, factors.values[i])
-                continue
-            for unit, factor in zip(factors.units, factors.values[i], strict=True):
-                for part in unit.slices:
-                    add_scaled(totals[name][part], vector[part], factor)
+    for name, factors in coefficients.items():
+        vectors = [arrays[name] for arrays in updates]
+        total = totals[name] = np.zeros(vectors[0].shape, dtype=np.float64)
+        if factors.values.ndim == 1:
+            add_scaled(total, vectors, factors.values)
+            continue
+        for unit, of_unit in zip(factors.units, factors.values.T, strict=True):
+            for part in unit.slices:
+                add_scaled(total[part], [vector[part] for vector in vectors], of_unit)
     return totals
 
 

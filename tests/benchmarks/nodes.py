@@ -24,11 +24,12 @@ from typing import Any, Literal
 
 import ray
 from measure import MB, finish, store_use
-from raysim.bench.stand_ins import Null, prepared
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
+from raysim.bench.stand_ins import Null, without_training
+from raysim.execution.settings import ExecutionSettings
 from raysim.preparation import Prepared
 from raysim.recorder import checksums
 from raysim.recording.progress import Silent
@@ -118,7 +119,7 @@ def three_nodes(store_mb: int) -> Iterator[dict[int, str]]:
 
 
 def make(clients: int, scorers: int) -> Prepared:
-    ready = prepared("resnet18", clients, scorer_actors=scorers)
+    ready = without_training(ExecutionSettings(client_actors=2, scorer_actors=scorers), "resnet18", clients)
     return replace(ready, setup=replace(ready.setup, algorithm=Scaled()))
 
 
