@@ -200,7 +200,14 @@ def file(tmp_path, monkeypatch) -> Path:
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "raysim", "bench", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # A shell starts its background jobs with SIGINT ignored, and so would be this process in one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def measure(file: Path, path: Path, *parts: str) -> tuple[str, dict]:

@@ -267,7 +267,7 @@ def test_a_run_leaves_all_its_files(finished):
         assert (finished / name).stat().st_size > 0, name
     for name in ("rounds", "clients", "tensorboard", "checkpoints"):
         assert any((finished / name).iterdir()), name
-    assert "ready after" in (finished / "run.log").read_text(encoding="utf-8")
+    assert "ready for round 1 after" in (finished / "run.log").read_text(encoding="utf-8")
 
 
 def test_a_run_can_be_read(finished):

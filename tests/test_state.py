@@ -7,7 +7,15 @@ import numpy as np
 import torch
 
 from raysim.execution.base import Packed
-from raysim.state import ClientUpdate, ServerState, from_arrays, record_checksum, to_arrays, vectors_and_numbers
+from raysim.state import (
+    ClientUpdate,
+    ServerState,
+    from_arrays,
+    num_bytes,
+    record_checksum,
+    to_arrays,
+    vectors_and_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -73,3 +81,10 @@ def test_updates_split_into_vectors_and_numbers():
         "num_steps": 0,
         "loss": 0,
     }
+
+
+def test_bytes_of_records_and_what_they_are_in():
+    record = Momentum(torch.zeros(3), torch.zeros(2, dtype=torch.float64), 7)
+    assert num_bytes(record) == 12 + 16
+    assert num_bytes(Packed.of(record)) == 12 + 16 + 8  # The number is an array on the wire.
+    assert num_bytes([record, {"a": np.zeros(5, np.int16)}, (None, 3.0, "text")]) == 28 + 10

@@ -31,7 +31,7 @@ from raysim.simulation import Session, rounds, run_round
 BLOCK = 2
 """Rounds of a block, or all that the configuration has: with two, what reaches from one round into the next counts."""
 SLEEPING = (1, 2, 4, 8, 16, 32)
-SLEEP_S = 0.25
+SLEEP_S = 1.0
 MODELS_PER_SCORER = 4
 GPU_SHARES = (2, 3, 4, 6, 8)
 

@@ -61,12 +61,13 @@ def connect(settings: ExecutionSettings, store_bytes: float = 0.0) -> Connection
         if address:
             ray.init(address=address, **quiet)
         else:
-            (node,) = local_nodes(settings, store_bytes / STORE_FULL)
+            (usual,), (node,) = local_nodes(settings), local_nodes(settings, store_bytes / STORE_FULL)
+            chosen = settings.object_store_memory_mb is not None or node.store > 1.01 * usual.store
             ray.init(
                 address="local",
                 num_cpus=settings.num_cpus,
                 num_gpus=settings.num_gpus,
-                object_store_memory=int(node.store),
+                object_store_memory=int(node.store) if chosen else None,  # None: Ray's choice, which looks at /dev/shm.
                 include_dashboard=False,
                 **quiet,
             )

@@ -28,3 +28,6 @@ def test_a_node_that_is_lost_in_a_round_changes_no_bit(tmp_path):
     assert checksums(record) == checksums(run(tmp_path, "serial", rounds=4, backend="serial"))
     assert set(record.clients["status"].to_pylist()) == {"ok"}
     assert "is replaced" in (record.folder / "run.log").read_text()
+    # Two other nodes: the model there twice (to train on and to be tested), the float64 sum back; not ten clients' updates.
+    model = 4 * record.manifest["model"]["parameters"]
+    assert 6 * model <= record.rounds["driver_bytes"].to_pylist()[0] < 8.5 * model
