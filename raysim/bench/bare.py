@@ -115,6 +115,14 @@ class BareLoop:
                 self._wait(shards)
         return time.perf_counter() - started
 
+    def scored(self, models: int) -> float:
+        """Seconds of scoring as many models as given."""
+        started = time.perf_counter()
+        for model in range(models):
+            self._tasks.put(("score", 0, model))
+        self._wait(models)
+        return time.perf_counter() - started
+
     def _wait(self, count: int) -> None:
         while count:
             try:
@@ -153,9 +161,9 @@ def _serve(setup: Setup, device: str, tasks: Any, done: Any) -> None:
         if kind == "client":
             model.load_state_dict(start)
             _train(setup, model, round_num, key, device)
-            if setup.weighting.needs_probe:
-                _score(setup, model, device)
-        else:
+        if kind == "score" or (kind == "client" and setup.weighting.needs_probe):
+            _score(setup, model, device)
+        elif kind == "test":
             _test(setup, model, key, device)
         done.put(key)
 

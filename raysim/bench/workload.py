@@ -270,34 +270,50 @@ def scoring(bench: Bench) -> Finding:
 
 
 def _scored_images(bench: Bench, raw: dict[str, Any], notes: list[str]) -> list[Row]:
-    """The real scoring of a cohort on 1, 2, 4 ... scorers up to the cores; each time all models wait when it begins."""
-    config = replace(bench.config, client=replace(bench.config.client, local_epochs=1))
-    rows, speeds, count = list[Row](), dict[int, list[float]](), 1
-    largest = 1
-    while count <= largest:
-        execution = replace(config.execution, client_actors=1, scorer_actors=count)
-        try:
-            prepared = prepare(replace(config, execution=execution))
-            executor = bench.executor(prepared)
-        except ConfigError as error:
-            notes.append(f"scoring: {count} scorers skipped: {error}")
-            break
-        largest = int(sum(node.gpus if executor.plan.scorer_gpus else node.cpus for node in executor.plan.nodes))
-        largest = min(largest, config.cohort_size)
-        speeds[count] = []
-        with _held_back(executor):
-            for repeat in range(-1, bench.repeats):
-                (record,) = bench.block(prepared, executor, 1).records
+    """The real scoring of a cohort on 1, 2, 4 ... scorers up to the cores, in turn; all models wait when it begins.
+
+    Beside it on one node bare processes that score as many models: two of them are not twice as fast either where cores
+    share what they need.
+    """
+    mirror, differences = mirrored(bench.config)
+    config = replace(mirror, client=replace(mirror.client, local_epochs=1))
+    cores = int(sum(node.gpus or node.cpus for node in bench.executor(bench.prepared).plan.nodes))
+    most = max(1, min(cores, config.cohort_size))
+    execution = replace(config.execution, client_actors=1, scorer_actors=most)
+    prepared = prepare(replace(config, execution=execution))
+    executor = bench.executor(prepared)
+    counts = [2**i for i in range(most.bit_length())]
+    ours: dict[int, list[float]] = {count: [] for count in counts}
+    bare: dict[int, list[float]] = {count: [] for count in counts}
+    plan, images = executor.plan, len(prepared.setup.validation)
+    alone = len(plan.nodes) == 1 and not plan.scorer_gpus
+    with contextlib.ExitStack() as stack:
+        loops = {n: stack.enter_context(contextlib.closing(BareLoop(prepared, n))) for n in counts if alone}
+        stack.callback(executor.hold_scoring, False)
+        for repeat in range(-1, bench.repeats):
+            for count in counts:
+                executor.hold_scoring(True, scorers=count)
+                result = run_round(prepared, prepared.initial, executor, Silent())
+                models = sum(outcome.probe is not None for outcome in result.outcomes)
+                ours[count].append(images * models / result.use.score_tail_seconds)
+                said = f"{_scorers(count)}: {ours[count][-1]:,.0f} images/s"
+                if alone:
+                    bare[count].append(images * models / loops[count].scored(models))
+                    said += f", {count} bare: {bare[count][-1]:,.0f}"
                 if repeat >= 0:
-                    images = len(prepared.setup.validation) * record.ok
-                    speeds[count].append(images / max(record.score_tail_s or 0.0, 1e-9))
-                    _tell(bench, "scoring", repeat, f"{_scorers(count)}: {speeds[count][-1]:,.0f} images/s")
-        rows.append(Row.of(_scorers(count), speeds[count], "images/s", f"{config.model.name} on {config.data.name}"))
-        if count > 1:
-            up = statistics.median(speeds[count]) / statistics.median(speeds[1])
-            rows.append(Row(f"{_scorers(count)}, speed-up", up, "x", detail=f"efficiency {up / count:.0%}"))
-        count *= 2
-    raw["images_per_s"] = speeds
+                    _tell(bench, "scoring", repeat, said)
+    rows = []
+    for title, all_speeds in (("scorer", ours), ("bare process", bare)):
+        speeds = {count: values[1:] for count, values in all_speeds.items() if values}
+        for count, values in speeds.items():
+            name = f"{count} {title}{'' if count == 1 else 'es' if title.endswith('s') else 's'}"
+            rows.append(Row.of(name, values, "images/s", f"{config.model.name} on {config.data.name}"))
+            if count > 1:
+                ups = [many / one for many, one in zip(values, speeds[1], strict=True)]
+                rows.append(Row.of(f"{name}, speed-up", ups, "x", f"of {count}"))
+    raw["images_per_s"] = {count: values[1:] for count, values in ours.items()}
+    raw["bare_images_per_s"] = {count: values[1:] for count, values in bare.items()}
+    notes += [f"scoring: {note}" for note in differences]
     return rows
 
 

@@ -350,9 +350,9 @@ class RayExecutor:
         deadline = time.monotonic() + limit_s
         self._run_until(lambda: not self._tests or time.monotonic() > deadline)
 
-    def hold_scoring(self, held: bool) -> None:
-        """Let scorers wait until the last client has trained, to measure what it saves that they need not."""
-        self._scorers.after = self._clients if held else None
+    def hold_scoring(self, held: bool, *, scorers: int | None = None) -> None:
+        """For measurements: let scorers wait until the last client has trained, and use only some of them."""
+        self._scorers.after, self._scorers.limit = (self._clients if held else None), scorers
 
     def fetch(self, handle: Any) -> Any:
         """The object behind a reference."""

@@ -139,6 +139,7 @@ class Pool:
         start_timeout_s: Longest time an actor may take to answer for the first time.
         depth: Most units in flight per actor.
         after: A pool that has to be done before this one is handed any unit; None: both work at the same time.
+        limit: Number of actors that are handed units; None: all.
         clock: Seconds; tests replace it.
     """
 
@@ -149,6 +150,7 @@ class Pool:
     start_timeout_s: float = 120.0
     depth: int = 2
     after: Pool | None = None
+    limit: int | None = None
     clock: Callable[[], float] = time.monotonic
     busy_seconds: float = 0.0
     retried: int = 0
@@ -192,7 +194,8 @@ class Pool:
     @property
     def idle(self) -> int:
         """Actors that will have nothing to do once every waiting unit is handed out."""
-        return max(0, sum(not slot.work for slot in self._slots.values()) - len(self._queue))
+        slots = list(self._slots.values())[: self.limit]
+        return max(0, sum(not slot.work for slot in slots) - len(self._queue))
 
     def put(self, unit: Unit) -> None:
         """Queue a unit. If its home was given up, any actor may run it."""
@@ -207,11 +210,12 @@ class Pool:
         """
         if self.after is not None and self.after.unfinished:
             return
+        slots = list(self._slots.values())[: self.limit]
         for depth in range(self.depth):
-            for slot in self._slots.values():
+            for slot in slots:
                 if slot.starting is not None or len(slot.work) != depth:
                     continue
-                if depth and len(self._queue) <= len(self._slots):
+                if depth and len(self._queue) <= len(slots):
                     return
                 if (unit := self._pick(slot, far=not depth)) is not None:
                     self._queue.remove(unit)

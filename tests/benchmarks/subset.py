@@ -27,7 +27,7 @@ from raysim.execution.work import build_objective, probe_client
 from raysim.preparation import Prepared, prepare
 from raysim.recording.progress import Silent
 from raysim.simulation import RoundResult, _weigh, run_round
-from raysim.state import RoundState
+from raysim.state import Arrays, RoundState
 from raysim.subset import SubsetSettings, total_variation
 
 
@@ -52,7 +52,16 @@ class Row:
     real_tv: float
 
 
-def rescored(cheap: Prepared, state: RoundState, exact: RoundResult) -> Row:
+class Keeping(SerialExecutor):
+    """Keeps what the clients of the last cohort sent."""
+
+    def run_cohort(self, *args):
+        outcomes, *others = super().run_cohort(*args)
+        self.updates = {outcome.client_id: outcome.update for outcome in outcomes}
+        return outcomes, *others
+
+
+def rescored(cheap: Prepared, state: RoundState, exact: RoundResult, updates: dict[int, Arrays]) -> Row:
     """The models of a round, scored again in another way."""
     broadcast = Broadcast.of(state.round_num + 1, state.server, state.buffers)
     objective = build_objective(cheap.setup)
@@ -60,7 +69,7 @@ def rescored(cheap: Prepared, state: RoundState, exact: RoundResult) -> Row:
     outcomes = []
     for outcome in usable:
         probe, seconds, _ = probe_client(
-            cheap.setup, objective, broadcast, outcome.update, None, client_id=outcome.client_id
+            cheap.setup, objective, broadcast, updates[outcome.client_id], None, client_id=outcome.client_id
         )
         outcomes.append(replace(outcome, probe=probe, score_seconds=seconds))
     verdict = _weigh(cheap, outcomes, None, 0)
@@ -107,7 +116,7 @@ def main() -> None:
         ],
     )
     exact = prepare(config)
-    setup, executor = exact.setup, SerialExecutor(exact.setup)
+    setup, executor = exact.setup, Keeping(exact.setup)
     setups = {
         **{
             f"{m} images": replace(setup, scoring=replace(setup.scoring, subset=SubsetSettings(m))) for m in args.images
@@ -122,7 +131,7 @@ def main() -> None:
     for _ in range(args.rounds):
         result = run_round(exact, state, executor, Silent())
         for way, other in setups.items():
-            rows[way].append(rescored(replace(exact, setup=other), state, result))
+            rows[way].append(rescored(replace(exact, setup=other), state, result, executor.updates))
             cells = line(str(result.state.round_num), way, rows[way][-1])
             table.add_row(*cells)
             console.print("  ".join(cells))

@@ -176,6 +176,15 @@ def test_a_pool_that_comes_after_another_waits_until_that_is_done():
     assert ended == ["train"] * 5 + ["score"] * 5
 
 
+def test_only_as_many_actors_work_as_the_limit_says():
+    backend = FakeBackend()
+    pool = started(backend, 3)
+    pool.limit = 2
+    assert pool.idle == 2
+    run(pool, backend, units(*range(9)))
+    assert {slot for slot, _ in submitted(backend)} == {"client-0", "client-1"}
+
+
 def test_an_actor_takes_what_lies_on_its_node_before_anything_larger_and_nobody_idles():
     backend = FakeBackend()
     backend.nodes = {"client-0": "a", "client-1": "b"}
