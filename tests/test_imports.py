@@ -63,13 +63,9 @@ def test_the_package_and_its_help_load_nothing_heavy():
     assert loaded(HELP, HEAVY) == []
 
 
-def test_the_registries_and_local_steps_load_neither_ray_nor_torchs_compiler():
-    assert loaded(STEPS, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
-
-
-def test_scoring_loads_neither_ray_nor_torchs_compiler():
-    """In bfloat16 and of several models in one call, too."""
-    assert loaded(SCORING, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
+def test_registries_local_steps_and_scoring_load_neither_ray_nor_torchs_compiler():
+    """Scoring in bfloat16 and of several models in one call, too."""
+    assert loaded(STEPS + SCORING, ("torch", "ray", "torchvision", "torch._dynamo")) == ["torch"]
 
 
 @pytest.mark.slow

@@ -158,7 +158,8 @@ def test_the_last_round_is_evaluated_and_others_as_asked(tmp_path):
 
 def test_shards_of_the_validation_set_add_up(tmp_path):
     """Gradient sums over shards are the gradient over the set; only rounding depends on their number."""
-    one, three = (serial(tmp_path, f"s{n}", "scoring.batch_size=32", f"scoring.shards={n}") for n in (1, 3))
+    settings = ("scoring.batch_size=8", "data.train_images=400")
+    one, three = (serial(tmp_path, f"s{n}", *settings, f"scoring.shards={n}", rounds=1) for n in (1, 3))
     np.testing.assert_allclose(
         clients(one, round_num=1)[0]["score"], clients(three, round_num=1)[0]["score"], rtol=1e-5
     )
@@ -291,7 +292,7 @@ def test_client_states_beyond_their_budget_are_kept_in_files(tmp_path, monkeypat
     loaded = []
     load = StoredState.load
     monkeypatch.setattr(StoredState, "load", lambda self: loaded.append(self.file.file) or load(self))
-    settings = ("algorithm.name=scaffold", "output.checkpoint_every=2")
+    settings = ("algorithm.name=scaffold", "output.checkpoint_every=2", "data.train_images=200")
     whole = serial(tmp_path, "w", *settings, rounds=3)
     assert loaded == []
     small = serial(tmp_path, "s", *settings, "execution.state_cache_mb=0.4", rounds=3)
