@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -304,3 +305,42 @@ def test_a_stored_state_that_is_gone_is_an_error_that_names_the_file(tmp_path):
     state = StoredState(ServerState, tmp_path, ClientFile("clients/00001-00001.npz", "00"))
     with pytest.raises(RunError, match=r"a client's state cannot be read: .*00001-00001.npz"):
         state.load()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Tests of global models end only when they are waited for, as they may on Ray; how many are open at once."""
+    pending, most = [], [0]
+    evaluate = SerialExecutor.evaluate
+
+    def begin(self, params, buffers, then):
+        pending.append((params, buffers, then))
+        most[0] = max(most[0], len(pending))
+
+    def drain(self, limit_s=0.0):
+        while pending:
+            evaluate(self, *pending.pop(0))
+
+    monkeypatch.setattr(SerialExecutor, "evaluate", begin)
+    monkeypatch.setattr(SerialExecutor, "drain", drain)
+    return most
+
+
+def test_a_model_that_is_tested_while_the_next_round_trains_gets_its_own_row(tmp_path, late):
+    settings = ("data.train_images=200", "algorithm.name=fedavgm")
+    overlapped = serial(tmp_path, "o", *settings, rounds=3)
+    assert late == [1], "the test of a round ends before that of the next begins"
+    rows = overlapped.rounds.to_pylist()
+    assert [row["round_num"] for row in rows] == [1, 2, 3]
+    assert all(first["finished"] <= second["started"] for first, second in itertools.pairwise(rows))
+    assert len({row["accuracy"] for row in rows} | {overlapped.result["initial"]["accuracy"]}) == 4
+
+
+def test_a_round_that_was_computed_is_kept_when_the_next_one_fails(tmp_path, late, monkeypatch):
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=raise,round=3")
+    with pytest.raises(RuntimeError, match="fault asked for"):
+        serial(tmp_path, "f", "data.train_images=200", rounds=3)
+    record = raysim.load(tmp_path / "f")
+    assert record.rounds["round_num"].to_pylist() == [1, 2]
+    assert record.rounds["accuracy"].null_count == 0
+    assert read_latest(record.folder).round_num == 2
