@@ -23,7 +23,8 @@ from runs import QUICKSTART, SIX_CLIENTS, checksums, run
 
 
 def serial(folder, name, *overrides, rounds=2):
-    return run(folder, name, *SIX_CLIENTS, *overrides, rounds=rounds, backend="serial")
+    quick = ("data.train_images=600", "output.tensorboard=false")
+    return run(folder, name, *SIX_CLIENTS, *quick, *overrides, rounds=rounds, backend="serial")
 
 
 def clients(record, **where):
