@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -34,9 +34,9 @@ from raysim.recording.runfolder import check_space, claim
 from raysim.recording.tables import read_table
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState, ServerState
-from raysim.subset import total_variation, weight_error
 from raysim.vector import first_nonfinite
-from raysim.weighting.base import KeptProbe, ScoringSettings, Tally, Weights
+from raysim.verdict import check_enough, fresh_probes, verdict_on
+from raysim.weighting.base import Weights
 
 logger = logging.getLogger("raysim")
 
@@ -116,10 +116,10 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     trainable = [item for item in items if item.num_examples > 0]
     broadcast = Broadcast.of(round_num, state.server, state.buffers)
     outcomes, reference, use = executor.run_cohort(broadcast, trainable, observer)
-    _check_enough(prepared, round_num, outcomes)
+    check_enough(prepared, round_num, outcomes)
 
     started = time.perf_counter()
-    verdict = _verdict(prepared, executor, broadcast, outcomes, reference)
+    verdict = verdict_on(prepared, executor, broadcast, outcomes, reference)
     if verdict.level:
         scored, started = started, time.perf_counter()
         use = replace(use, score_tail_seconds=use.score_tail_seconds + started - scored)
@@ -153,7 +153,7 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
         # The states that changed last come last.
         {k: s for k, s in state.clients.items() if k not in changed} | {k: o.state for k, o in changed.items()},
         {**state.client_checksums, **{client: str(o.train.state_checksum) for client, o in changed.items() if o.train}},
-        {**kept, **_fresh_probes(setup.scoring, round_num, usable)},
+        {**kept, **fresh_probes(setup.scoring, round_num, usable)},
     )
     for outcome in outcomes:
         outcome.update = None  # Its vectors are dropped before the next round makes new ones.
@@ -162,81 +162,6 @@ def run_round(prepared: Prepared, state: RoundState, executor: Executor, observe
     took = time.perf_counter() - started
     driver_bytes = executor.end_round()
     return RoundResult(after, complete, weights, use, took, driver_bytes, verdict.error, verdict.scored_images)
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """The weights of a cohort, None without any client.
-
-    Attributes:
-        weights: Of the outcomes that are ok.
-        level: How far the subset that was scored has grown.
-        error: Estimate of what the subset makes the weights err, in total variation; None if nothing was left out.
-        movement: What the last images moved them by; None likewise.
-        scored_images: Images that models were scored on; None: no model was.
-    """
-
-    weights: Weights | None
-    level: int = 0
-    error: float | None = None
-    movement: float | None = None
-    scored_images: int | None = None
-
-
-def _verdict(
-    prepared: Prepared,
-    executor: Executor,
-    broadcast: Broadcast,
-    outcomes: Sequence[Outcome],
-    reference: Tally | None,
-) -> _Verdict:
-    """The weighting's verdict on those that are ok; where the weights have to settle, after as many images as that takes."""
-    subset, size = prepared.setup.scoring.subset, len(prepared.setup.validation)
-    verdict = _weigh(prepared, outcomes, reference, 0)
-    if subset is None or subset.settle is None:
-        return verdict
-    for level in range(1, len(subset.totals(size))):
-        if verdict.movement is None or verdict.movement < subset.settle:
-            break
-        usable = [outcome for outcome in outcomes if outcome.status == "ok"]
-        reference = executor.score_more(broadcast, usable, level, reference)
-        _check_enough(prepared, broadcast.round_num, outcomes)
-        verdict = _weigh(prepared, outcomes, reference, level)
-    for outcome in outcomes:
-        outcome.sums = None  # Of the size of a model each.
-    return verdict
-
-
-def _weigh(prepared: Prepared, outcomes: Sequence[Outcome], reference: Tally | None, level: int) -> _Verdict:
-    """Weights from what is known at a level of the subset, if any, and how far they differ between its parts."""
-    setup, layout, size = prepared.setup, prepared.population.layout, len(prepared.setup.validation)
-    subset, weighting = setup.scoring.subset, setup.weighting
-    usable = [outcome for outcome in outcomes if outcome.status == "ok"]
-    if not usable:
-        return _Verdict(None, level)
-    reports = [outcome.report(prepared.class_counts[outcome.client_id]) for outcome in usable]
-    weights = weighting.weights(reports, reference.total if reference else None, layout)
-    if not weighting.needs_images:
-        return _Verdict(weights, level)
-    fresh = weighting.reference_needs != "nothing" or any(outcome.score_age == 0 for outcome in usable)
-    if subset is None:
-        return _Verdict(weights, level, scored_images=size if fresh else None)
-    sums = (reference.parts if reference else None) or (None, None)
-    first, second = (
-        weighting.weights([report.of_half(i) for report in reports], sums[i], layout).parameters for i in (0, 1)
-    )
-    parts = subset.parts(size, level)
-    # With as many images again, the weights moved; before that, the halves say how far they would.
-    movement = total_variation(first, weights.parameters) if level else 0.5 * total_variation(first, second)
-    error = weight_error(first, second, parts, size)
-    return _Verdict(weights, level, error, movement, sum(parts) if fresh else None)
-
-
-def _fresh_probes(scoring: ScoringSettings, round_num: int, usable: Sequence[Outcome]) -> dict[int, KeptProbe]:
-    """The probes of a round that later rounds may keep."""
-    if scoring.rescore_every == 1:
-        return {}
-    return {o.client_id: KeptProbe(round_num, o.probe) for o in usable if o.probe is not None and o.score_age == 0}
 
 
 def _fused(
@@ -497,23 +422,6 @@ def _tell(round_num: int, result: RoundResult, progress: Progress) -> None:
         ids = ", ".join(str(outcome.client_id) for outcome in result.outcomes)
         logger.warning("round %d: no update, the global model stays; clients %s", round_num, ids)
         progress.message(f"round {round_num}: no usable update, the global model stays")
-
-
-def _check_enough(prepared: Prepared, round_num: int, outcomes: Sequence[Outcome]) -> None:
-    settings = prepared.config.execution
-    lost = [o for o in outcomes if o.status == "excluded"]
-    if lost and settings.on_nonfinite == "abort":
-        raise RunError(
-            f"round {round_num}: client {lost[0].client_id}: {lost[0].reason} (execution.on_nonfinite: abort)"
-        )
-    failed = [o for o in outcomes if o.status == "failed"]
-    usable = sum(o.status == "ok" for o in outcomes)
-    if failed and usable < settings.min_clients:
-        reasons = Counter(o.reason for o in failed).most_common()
-        raise RunError(
-            f"round {round_num}: {usable} usable updates, execution.min_clients is {settings.min_clients}; failed: "
-            + "; ".join(f"{count} x {reason}" for reason, count in reasons)
-        )
 
 
 @contextlib.contextmanager

@@ -25,10 +25,12 @@ from raysim.execution.base import Broadcast
 from raysim.execution.serial import SerialExecutor
 from raysim.execution.work import build_objective, probe_client
 from raysim.preparation import Prepared, prepare
+from raysim.recorder import RoundResult
 from raysim.recording.progress import Silent
-from raysim.simulation import RoundResult, _weigh, run_round
+from raysim.simulation import run_round
 from raysim.state import Arrays, RoundState
 from raysim.subset import SubsetSettings, total_variation
+from raysim.verdict import weigh
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def rescored(cheap: Prepared, state: RoundState, exact: RoundResult, updates: di
             cheap.setup, objective, broadcast, updates[outcome.client_id], None, client_id=outcome.client_id
         )
         outcomes.append(replace(outcome, probe=probe, score_seconds=seconds))
-    verdict = _weigh(cheap, outcomes, None, 0)
+    verdict = weigh(cheap, outcomes, None, 0)
     assert exact.weights is not None
     assert verdict.weights is not None
     before, after = (statistics.median(o.score_seconds or 0.0 for o in found) for found in (usable, outcomes))

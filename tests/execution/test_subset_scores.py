@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysim import simulation
+from raysim import verdict
 from raysim.config import resolve
 from raysim.errors import RunError
 from raysim.execution import work
@@ -217,8 +217,8 @@ def test_doubling_stops_when_the_weights_have_settled(whole, weighting):
 
 def test_it_stops_at_the_first_level_that_moved_the_weights_by_less(whole, monkeypatch):
     verdicts = []
-    weigh = simulation._weigh
-    monkeypatch.setattr(simulation, "_weigh", lambda *given: verdicts.append(weigh(*given)) or verdicts[-1])
+    weigh = verdict.weigh
+    monkeypatch.setattr(verdict, "weigh", lambda *given: verdicts.append(weigh(*given)) or verdicts[-1])
     rounds_of(scored(whole, subset=subset(16, 1e-9)))
     totals, moved = [v.scored_images for v in verdicts], [v.movement for v in verdicts]
     assert totals == [16, 32, 64, 128, SIZE]

@@ -22,8 +22,9 @@ from raysim.local import OptimizerSettings, Schedule, local_sgd
 from raysim.preparation import prepare
 from raysim.recording.progress import Silent
 from raysim.seeding import Purpose, rng_for, torch_seeded_from
-from raysim.simulation import _check_enough, run_round
+from raysim.simulation import run_round
 from raysim.state import ServerState
+from raysim.verdict import check_enough
 from raysim.weighting.base import Probe
 from raysim.weighting.direction import Direction
 from raysim.weighting.fedvg import FedVG
@@ -264,9 +265,9 @@ def test_too_few_usable_clients_end_the_run(tmp_path):
     with pytest.raises(
         RunError, match=r"round 4: 2 usable updates, execution.min_clients is 3; failed: 1 x train: boom"
     ):
-        _check_enough(prepared, 4, [*ok, bad])
-    _check_enough(prepared, 4, [*ok, Outcome(3, 3), bad])
-    _check_enough(prepared, 4, ok)
+        check_enough(prepared, 4, [*ok, bad])
+    check_enough(prepared, 4, [*ok, Outcome(3, 3), bad])
+    check_enough(prepared, 4, ok)
     assert json.dumps(bad.reason)
 
 
