@@ -31,7 +31,8 @@ from raysim.recorder import Recorder, RoundResult
 from raysim.recording.progress import Progress, Silent
 from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
-from raysim.recording.tables import read_table
+from raysim.recording.tables import read_rounds, read_table
+from raysim.resuming import Earlier, check_same, is_unused, read_earlier, result_of, sole_writer
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState, ServerState
 from raysim.vector import first_nonfinite
@@ -63,9 +64,7 @@ class RunRecord:
     @property
     def round_records(self) -> list[RoundRecord]:
         """The rows of the rounds table as records."""
-        rows = self.rounds.to_pylist()
-        plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()} for r in rows]
-        return [RoundRecord(**row) for row in plain]
+        return read_rounds(self.folder)
 
     @property
     def clients(self) -> Any:
@@ -215,6 +214,7 @@ def run(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
     session: Session | None = None,
+    resume: bool = False,
 ) -> RunRecord:
     """Run a configuration to its end.
 
@@ -224,34 +224,59 @@ def run(
         progress: Told how it goes; None: nobody.
         command: The command line, for the manifest.
         session: Whose processes to use; None: they are started for this run and ended with it.
+        resume: If the run folder exists, go on with the run in it, to the bits of a run that was never stopped; a finished
+            one is left as it is. False: an existing folder is refused.
 
     Raises:
-        ConfigError: Found before round 1; no run folder is left.
+        ConfigError: Found before round 1; no run folder is left, or it is as it was.
         RunError: The run cannot go on; finished rounds are kept and readable.
     """
     config = config if isinstance(config, RunConfig) else load_config(config, overrides)
     progress = progress or Silent()
     clock = time.perf_counter()
-    prepared = prepare(config)
     folder = config.folder
-    claim(folder)
-    begun = False
-    started = datetime.now(UTC)
+    if not (resume and folder.exists()):
+        prepared = prepare(config)
+        claim(folder)
+        with sole_writer(folder):
+            return _run(prepared, Earlier(prepared.initial), clock, progress, command, session)
+    with sole_writer(folder):
+        if not is_unused(folder):
+            check_same(config)
+            result = result_of(folder)
+            if result["status"] == "finished" and result["rounds_done"] >= config.rounds:
+                progress.message(f"{folder} is finished: {result['rounds_done']} rounds are done")
+                return RunRecord(folder, config, result)
+        prepared = prepare(config)
+        return _run(prepared, read_earlier(prepared), clock, progress, command, session)
+
+
+def _run(
+    prepared: Prepared,
+    earlier: Earlier,
+    clock: float,
+    progress: Progress,
+    command: Sequence[str] | None,
+    session: Session | None,
+) -> RunRecord:
+    """The rounds that are not done yet, in a folder that no other process writes to."""
+    config, folder, resumed = prepared.config, prepared.config.folder, bool(earlier.manifest)
+    started, begun = datetime.now(UTC), False
     try:
         with _logging_to(folder / "run.log"), progress:
-            for note in prepared.notes:
+            for note in (*prepared.notes, *earlier.notes):
                 logger.info(note)
                 progress.message(note)
             check_space(folder, 3 * prepared.demand.model_bytes if config.output.checkpoint_every else 0)
             with session.used() if session else contextlib.closing(Session()) as own:
                 executor = own.executor(prepared, progress)
-                recorder = Recorder(prepared, executor, started, command)
+                recorder = Recorder(prepared, executor, started, command, earlier)
                 with contextlib.closing(recorder):
                     ready = _ready(time.perf_counter() - clock, executor)
                     logger.info(ready)
                     progress.message(ready)
                     begun = True
-                    for _ in rounds(prepared, executor, recorder, progress):
+                    for _ in rounds(prepared, earlier.state, executor, recorder, progress):
                         pass
                     recorder.check_updated()
     except BaseException as error:
@@ -260,7 +285,8 @@ def run(
             reason = str(error) or type(error).__name__
             recorder.finish(status, reason, time.perf_counter() - clock)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        if not resumed:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     result = recorder.finish("finished", None, time.perf_counter() - clock)
     return RunRecord(folder, config, result)
@@ -319,9 +345,7 @@ def load(folder: str | Path) -> RunRecord:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml)")
-    result = folder / "result.json"
-    content = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {"status": "running"}
-    return RunRecord(folder, load_config(path), content)
+    return RunRecord(folder, load_config(path), result_of(folder))
 
 
 def make_executor(prepared: Prepared, progress: Progress) -> Executor:
@@ -340,14 +364,17 @@ def make_executor(prepared: Prepared, progress: Progress) -> Executor:
     return RayExecutor(prepared.setup, settings, prepared.demand, say)
 
 
-def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress: Progress) -> Iterator[RoundRecord]:
-    """The rounds of a run, each yielded once it is committed.
+def rounds(
+    prepared: Prepared, state: RoundState, executor: Executor, recorder: Recorder, progress: Progress
+) -> Iterator[RoundRecord]:
+    """The rounds of a run from a state on, each yielded once it is committed.
 
     A round's model may be tested while the next round trains; its row is written as soon as the test is in.
     """
-    config, state, algorithm = prepared.config, prepared.initial, prepared.setup.algorithm
+    config, algorithm = prepared.config, prepared.setup.algorithm
     committed: deque[RoundRecord] = deque()
-    executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
+    if state.round_num == 0:
+        executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
     try:
         while state.round_num < config.rounds:
             begun = recorder.now()

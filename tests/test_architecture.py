@@ -23,7 +23,18 @@ LEVELS = [
     {"objective", "local", "evaluation", "data", "models"},
     {"algorithms", "cohort", "weighting", "fusion", "subset"},
     {"recording", "execution"},
-    {"config", "configfile", "preparation", "simulation", "recorder", "verdict", "sweep", "report", "bench"},
+    {
+        "config",
+        "configfile",
+        "preparation",
+        "simulation",
+        "recorder",
+        "verdict",
+        "resuming",
+        "sweep",
+        "report",
+        "bench",
+    },
     {"cli"},
 ]
 NUMERICS = (
