@@ -19,7 +19,7 @@ import raysim
 from raysim.algorithms import ALGORITHMS
 from raysim.cli import app
 from raysim.config import load_config, resolve
-from raysim.errors import ConfigError
+from raysim.errors import ConfigError, RunError
 from raysim.recording.checkpoint import read_latest
 from raysim.recording.tables import TableWriter
 from runs import QUICKSTART, checksums, settings
@@ -112,6 +112,32 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(whole, stopped, checkpo
     assert read_latest(folder).round_num == 3
     log = (folder / "run.log").read_text(encoding="utf-8")
     assert ("begins again" in log) if after is None else (f"resumed after round {after}" in log)
+
+
+def test_rows_that_are_computed_again_are_gone_until_then(stopped, monkeypatch):
+    folder = stopped(2, 3)
+    monkeypatch.setenv("RAYSIM_FAULT", "kind=nan,round=3")
+    with pytest.raises(RunError, match="round 3"):
+        resume(folder, "execution.on_nonfinite=abort")
+    record = raysim.load(folder)
+    assert record.rounds["round_num"].to_pylist() == [1, 2]
+    assert set(record.clients["round_num"].to_pylist()) == {1, 2}
+    assert (record.result["status"], record.result["rounds_done"]) == ("failed", 2)
+
+
+def test_a_resumed_run_that_cannot_start_loses_nothing(stopped, monkeypatch):
+    folder = stopped(2, 2)
+    before = contents(folder)
+
+    def no_cluster(*_):
+        raise RunError("no cluster")
+
+    monkeypatch.setattr("raysim.simulation.make_executor", no_cluster)
+    with pytest.raises(RunError, match="no cluster"):
+        resume(folder)
+    assert {path: digest for path, digest in contents(folder).items() if path.name != "run.log"} == {
+        path: digest for path, digest in before.items() if path.name != "run.log"
+    }
 
 
 def test_a_damaged_checkpoint_is_passed_by(whole, stopped):
