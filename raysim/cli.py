@@ -21,7 +21,7 @@ from raysim.bench import PARTS
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig
-    from raysim.simulation import RunRecord
+    from raysim.runrecord import RunRecord
 
 app = typer.Typer(
     name="raysim",

@@ -79,13 +79,6 @@ def is_unused(folder: Path) -> bool:
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock", "run.log"}
 
 
-def result_of(folder: Path) -> dict[str, Any]:
-    """Content of `result.json`; without the file, status `running`."""
-    path = folder / "result.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"status": "running"}
-    return content
-
-
 def stored_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of the run in a folder, wherever the folder was moved to.
 

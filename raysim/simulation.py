@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import logging
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
+from rich.console import Console
 
 from raysim.algorithms.base import Coefficients, Cohort
-from raysim.config import RunConfig, load_config
-from raysim.data.partition import Partition
-from raysim.errors import ConfigError, RunError
+from raysim.config import RunConfig, load_config, resolve
+from raysim.configfile import apply_overrides
+from raysim.errors import RunError
 from raysim.evaluation import Metrics
 from raysim.execution.base import Broadcast, Executor, Observer, Outcome, Packed, WorkItem
 from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder, RoundResult
-from raysim.recording.progress import Progress, Silent
+from raysim.recording.progress import Progress, Silent, make_progress
 from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
-from raysim.recording.tables import read_rounds, read_table
-from raysim.resuming import Earlier, check_same, is_unused, read_earlier, result_of, sole_writer
+from raysim.resuming import Earlier, check_same, is_unused, read_earlier, sole_writer, stored_config
+from raysim.runrecord import RunRecord, result_of
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState, ServerState
 from raysim.vector import first_nonfinite
@@ -40,60 +40,6 @@ from raysim.verdict import check_enough, fresh_probes, verdict_on
 from raysim.weighting.base import Weights
 
 logger = logging.getLogger("raysim")
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run left behind.
-
-    Attributes:
-        folder: The run folder.
-        config: The resolved configuration.
-        result: Content of `result.json`: status, final and best metrics, checksums, seconds.
-    """
-
-    folder: Path
-    config: RunConfig
-    result: Mapping[str, Any]
-
-    @property
-    def rounds(self) -> Any:
-        """The rounds table (Arrow), one row per round."""
-        return read_table(self.folder, "rounds")
-
-    @property
-    def round_records(self) -> list[RoundRecord]:
-        """The rows of the rounds table as records."""
-        return read_rounds(self.folder)
-
-    @property
-    def clients(self) -> Any:
-        """The clients table (Arrow), one row per round and sampled client."""
-        return read_table(self.folder, "clients")
-
-    @property
-    def partition(self) -> Partition:
-        """Which client held which example."""
-        return Partition.read(self.folder / "partition.parquet")
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Content of `manifest.json`: versions, hardware, resource plan, hashes."""
-        content: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-        return content
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes 0..K-1."""
-        return tuple(self.manifest["data"]["class_names"])
-
-    @property
-    def class_counts(self) -> np.ndarray:
-        """[N, K], training examples of each class at each client."""
-        table = pq.read_table(self.folder / "partition.parquet")
-        counts = np.zeros((self.partition.num_clients, len(self.class_names)), dtype=np.int64)
-        np.add.at(counts, (table["client"].to_numpy(), table["label"].to_numpy()), 1)
-        return counts
 
 
 def sample_cohort(seed: int, round_num: int, num_clients: int, size: int) -> list[int]:
@@ -208,10 +154,10 @@ class _Summation:
 
 
 def run(
-    config: RunConfig | str | Path,
+    config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool = False,
     command: Sequence[str] | None = None,
     session: Session | None = None,
     resume: bool = False,
@@ -219,9 +165,9 @@ def run(
     """Run a configuration to its end.
 
     Args:
-        config: A checked configuration, or the path of a file.
-        overrides: `key.path=value`, only with a path.
-        progress: Told how it goes; None: nobody.
+        config: A checked configuration, the path of a file, or a configuration's content: nested mappings.
+        overrides: `key.path=value`.
+        progress: Told how it goes; True: shown on the standard error stream (below a notebook's cell), False: not.
         command: The command line, for the manifest.
         session: Whose processes to use; None: they are started for this run and ended with it.
         resume: If the run folder exists, go on with the run in it, to the bits of a run that was never stopped; a finished
@@ -231,9 +177,10 @@ def run(
         ConfigError: Found before round 1; no run folder is left, or it is as it was.
         RunError: The run cannot go on; finished rounds are kept and readable.
     """
-    config = config if isinstance(config, RunConfig) else load_config(config, overrides)
-    progress = progress or Silent()
     clock = time.perf_counter()
+    config = _checked(config, overrides)
+    if isinstance(progress, bool):
+        progress = make_progress(config.rounds, Console(stderr=True)) if progress else Silent()
     folder = config.folder
     if not (resume and folder.exists()):
         prepared = prepare(config)
@@ -249,6 +196,38 @@ def run(
                 return RunRecord(folder, config, result)
         prepared = prepare(config)
         return _run(prepared, read_earlier(prepared), clock, progress, command, session)
+
+
+def _checked(config: RunConfig | str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, RunConfig) and not overrides:
+        return config
+    values: dict[str, Any] = config.as_dict() if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
+    apply_overrides(values, {}, overrides)
+    return resolve(values)
+
+
+def resume(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    progress: Progress | bool = False,
+    session: Session | None = None,
+) -> RunRecord:
+    """Go on with the run in a folder, from its last checkpoint, to the bits of a run that was never stopped.
+
+    Args:
+        folder: The run folder.
+        overrides: `key.path=value`, for example more `rounds`.
+        progress: As for `run`.
+        session: As for `run`.
+
+    Raises:
+        ConfigError: The folder holds no run, another process is writing it, or a setting is changed that may not be.
+        RunError: The run cannot go on; finished rounds are kept and readable.
+    """
+    return run(stored_config(Path(folder), overrides), progress=progress, session=session, resume=True)
 
 
 def _run(
@@ -333,19 +312,6 @@ class Session:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
-
-
-def load(folder: str | Path) -> RunRecord:
-    """The record of a run, as far as the run has come.
-
-    Raises:
-        ConfigError: The folder holds no run.
-    """
-    folder = Path(folder)
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml)")
-    return RunRecord(folder, load_config(path), result_of(folder))
 
 
 def make_executor(prepared: Prepared, progress: Progress) -> Executor:

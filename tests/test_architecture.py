@@ -31,6 +31,7 @@ LEVELS = [
         "recorder",
         "verdict",
         "resuming",
+        "runrecord",
         "sweep",
         "report",
         "bench",
