@@ -1,9 +1,8 @@
-"""Where the numbers of a run go besides its tables: TensorBoard, MLflow, Weights & Biases.
+"""The loggers of a run together: opening them before round 1, and what happens when one of them fails later.
 
-A logger gets everything it needs to know of the run when it is made, then every round, then the result. The tables in the
-run folder are the record; a logger is a copy for people to look at. So one that fails in the middle of a run is reported
-once and left out from then on, and the run goes on. What can be known before round 1 (a package that is not installed, a
-server that does not answer) is an error before round 1.
+The tables in the run folder are the record; a logger is a copy for people to look at. So one that fails in the middle of a
+run is reported once and left out from then on, and the run goes on. What can be known before round 1 (a package that is not
+installed, a server that does not answer) is an error before round 1.
 """
 
 from __future__ import annotations
@@ -13,67 +12,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raysim.errors import ConfigError, RaysimError
-from raysim.recording.hparams import Value
+from raysim.recording.logger import Logger, RunInfo
 from raysim.recording.records import ClientRecord, RoundRecord
 
 FINISH_LIMIT_S = 60.0
 """Longest time that the end of a run waits for a remote logger to deliver what is left."""
 
 logger = logging.getLogger("raysim")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """What a logger knows of a run before its first round.
-
-    Attributes:
-        folder: The run folder.
-        name: Name of the run.
-        rounds: Rounds that are asked for.
-        config: The resolved configuration as plain values.
-        config_yaml: The same as YAML.
-        hparams: The values that tell the runs of a study apart, by key path.
-        class_names: Name of each class, [K].
-        unit_names: Name of each unit that scores are taken over, [U].
-        client_sizes: Training examples of each client, [N].
-        resume_round: The first round that will be written when a run is resumed; None: the run is new.
-    """
-
-    folder: Path
-    name: str
-    rounds: int
-    class_names: Sequence[str]
-    unit_names: Sequence[str]
-    client_sizes: Sequence[int]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    config_yaml: str = ""
-    hparams: Mapping[str, Value] = field(default_factory=dict)
-    resume_round: int | None = None
-
-
-class Logger(Protocol):
-    """A place that the numbers of a run go to; made from a `RunInfo` before round 1."""
-
-    def write_round(self, round_record: RoundRecord, client_records: Sequence[ClientRecord]) -> None:
-        """Write one round.
-
-        Args:
-            round_record: The round.
-            client_records: The clients of its cohort; empty for round 0, the evaluation of the initial model.
-        """
-
-    def finish(self, result: Mapping[str, Any] | None) -> None:
-        """Write how the run ended, and let go.
-
-        Args:
-            result: Content of `result.json`; None if there is none.
-        """
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -6,13 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from raysim.recording.logger import RunInfo
 from raysim.recording.records import ClientRecord, RoundRecord
+from raysim.recording.tables import read_table
 
 MAX_CLIENT_CURVES = 50
 """The largest number of clients that have a curve each."""
 
 QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
 """What is shown of the scores and weights of a cohort, by name."""
+
+ROUNDS_TO = (50, 60, 70, 80, 90, 95)
+"""Test accuracies, in per cent, of which the first round that has them is told."""
 
 SIZES = ("small", "medium", "large")
 """The thirds of all clients, by training examples."""
@@ -22,24 +27,22 @@ class RoundMetrics:
     """Names and numbers of the rounds of one run.
 
     Args:
-        class_names: Name of each class, [K].
-        unit_names: Name of each unit, [U].
-        client_sizes: Training examples of each client, [N].
+        info: The run. Of one that is resumed, the rounds so far are read from its table.
     """
 
-    def __init__(self, class_names: Sequence[str], unit_names: Sequence[str], client_sizes: Sequence[int]) -> None:
-        self._recall_tags = [f"global/recall/{escape(name)}" for name in class_names]
-        self.unit_tags = [f"layer/{escape(name)}/norm_median" for name in unit_names]
-        self.each_client = len(client_sizes) <= MAX_CLIENT_CURVES
-        self._bounds = size_bounds(client_sizes)
-        self._third = None if self._bounds is None else np.searchsorted(self._bounds, client_sizes, side="left")
-        self._best = -np.inf
+    def __init__(self, info: RunInfo) -> None:
+        self._recall_tags = [f"global/recall/{escape(name)}" for name in info.class_names]
+        self.unit_tags = [f"layer/{escape(name)}/norm_median" for name in info.unit_names]
+        self.each_client = len(info.client_sizes) <= MAX_CLIENT_CURVES
+        bounds = size_bounds(info.client_sizes)
+        self._third = None if bounds is None else np.searchsorted(bounds, info.client_sizes, side="left")
+        self._best = -1.0
         self._remote = False
-
-    @property
-    def size_bounds(self) -> tuple[float, float] | None:
-        """Most examples of a small and of a medium client; None if all clients are of one size."""
-        return self._bounds
+        if info.resume_round is not None:
+            done = read_table(info.folder, "rounds").select(["round_num", "accuracy", "driver_bytes"]).to_pylist()
+            done = [row for row in done if row["round_num"] < info.resume_round]
+            self._best = max((row["accuracy"] for row in done if row["accuracy"] is not None), default=-1.0)
+            self._remote = any(row["driver_bytes"] for row in done)
 
     def of_round(self, round_record: RoundRecord, client_records: Sequence[ClientRecord]) -> dict[str, float]:
         """Every number that the round has, by tag. Called once per round, in order."""
@@ -54,8 +57,11 @@ class RoundMetrics:
         yield "global/accuracy", round_record.accuracy
         yield "global/macro_f1", round_record.macro_f1
         if round_record.accuracy is not None:
-            self._best = max(self._best, round_record.accuracy)
+            before, self._best = self._best, max(self._best, round_record.accuracy)
             yield "global/best_accuracy", self._best
+            for percent in ROUNDS_TO:
+                if before < percent / 100 <= self._best:
+                    yield f"rounds_to/{percent}", round_record.round_num
         if round_record.recall is not None:
             yield from zip(self._recall_tags, round_record.recall, strict=True)
         for name in ("score", "weight"):
