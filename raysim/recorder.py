@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,10 +21,12 @@ from raysim.evaluation import Metrics
 from raysim.execution.base import Executor, Outcome, PoolUse, StoredState
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, write_checkpoint, write_client_state
+from raysim.recording.hparams import pick
+from raysim.recording.logger import RunInfo
+from raysim.recording.loggers import open_loggers
 from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
-from raysim.recording.tensorboard import TensorBoardWriter
 from raysim.state import RoundState, ServerState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
 from raysim.weighting.base import KeptProbe, Probe, Weights
@@ -48,7 +50,12 @@ class Recorder:
     """Writes a run's folder: tables, events, checkpoints, manifest, result. The round's commit is its checkpoint."""
 
     def __init__(
-        self, prepared: Prepared, executor: Executor, started: datetime, command: Sequence[str] | None
+        self,
+        prepared: Prepared,
+        executor: Executor,
+        started: datetime,
+        command: Sequence[str] | None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         config = prepared.config
         self._prepared, self._executor, self._config, self.folder = prepared, executor, config, config.folder
@@ -90,15 +97,19 @@ class Recorder:
         )
         write_json(self.folder / "manifest.json", manifest)
         self._tables = TableWriter(self.folder)
-        self._board: TensorBoardWriter | None = None
-        if config.output.tensorboard:
-            self._board = TensorBoardWriter(
-                self.folder,
-                class_names=prepared.class_names,
-                unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
-                num_clients=prepared.population.num_clients,
-            )
-            self._board.write_config(config.as_yaml())
+        plain, output = config.as_dict(), config.output
+        info = RunInfo(
+            folder=self.folder,
+            name=config.name,
+            rounds=config.rounds,
+            class_names=prepared.class_names,
+            unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
+            client_sizes=prepared.population.num_examples,
+            config=plain,
+            config_yaml=config.as_yaml(),
+            hparams=pick(plain, output.hparams),
+        )
+        self._loggers = open_loggers(info, [*(["tensorboard"] if output.tensorboard else []), *output.loggers], say)
 
     def now(self) -> tuple[datetime, float]:
         """This moment, for people and for differences."""
@@ -111,8 +122,7 @@ class Recorder:
             round_num=0, started=now, finished=now, round_s=0.0, **checksums(state, ()), **_metrics(metrics)
         )
         self._initial = record
-        if self._board is not None:
-            self._board.write_round(record, ())
+        self._loggers.write_round(record, ())
 
     def commit(
         self,
@@ -170,8 +180,7 @@ class Recorder:
         )
         clients = _client_records(state.round_num, outcomes, weights)
         self._tables.write_round(record, clients)
-        if self._board is not None:
-            self._board.write_round(record, clients)
+        self._loggers.write_round(record, clients)
         self._records.append(record)
         return record
 
@@ -231,6 +240,7 @@ class Recorder:
             "finished": datetime.now(UTC).isoformat(),
         }
         write_json(self.folder / "result.json", result)
+        self._loggers.finish(result)
         return result
 
     def check_updated(self) -> None:
@@ -239,9 +249,8 @@ class Recorder:
             raise RunError("no round had a usable update: the global model is still the initial one")
 
     def close(self) -> None:
-        """Close the event file."""
-        if self._board is not None:
-            self._board.close()
+        """Let the loggers go, where no result is written."""
+        self._loggers.finish(None)
 
 
 def plain_probes(probes: Mapping[int, KeptProbe]) -> dict[str, Any]:

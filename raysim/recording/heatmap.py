@@ -22,9 +22,10 @@ PUOR = "2d004b 542788 8073ac b2abd2 d8daeb f7f7f7 fee0b6 fdb863 e08214 b35806 7f
 VIRIDIS = "440154 482475 414487 355f8d 2a788e 21908d 22a884 44bf70 7ad151 bddf26 fde725"
 """From dark blue to yellow."""
 
-_BLANK = (225, 225, 225)
+_BLANK = (208, 208, 208)
 _INK, _GREY = (30, 30, 30), (110, 110, 110)
 _WIDTH, _HEIGHT = 620, 420  # Of the table, in pixels, at most.
+_CELL = 4  # Width and height of the smallest cell that an eye finds among blank ones, in pixels.
 _FONT = 13
 _MAX_NAME = 26
 
@@ -34,7 +35,8 @@ class Heatmap:
     """One picture.
 
     Attributes:
-        values: [M, R]; NaN is left blank.
+        values: [M, R]; NaN is left blank. Where there are more rows or columns than can be told apart, a cell is the mean
+            of neighbours.
         first: Round of the first column.
         names: Name of each row, [M].
         title: What the colours mean.
@@ -59,15 +61,17 @@ class Heatmap:
         """The file, and its width and height in pixels."""
         from PIL import Image, ImageDraw
 
-        table, per_row = _shrunk(self.values, 0, _HEIGHT)
-        table, per_column = _shrunk(table, 1, _WIDTH)
+        table, per_row = _shrunk(self.values, 0, _HEIGHT // _CELL)
+        table, per_column = _shrunk(table, 1, _WIDTH // _CELL)
+        rows = self.rows if per_row == 1 else f"{self.rows}, {per_row} per row"
+        columns = "round" if per_column == 1 else f"round, {per_column} per column"
         cell_y = max(1, min(24, _HEIGHT // table.shape[0]))
         cell_x = max(1, min(48, _WIDTH // table.shape[1]))
         colours = self._coloured(table).repeat(cell_y, axis=0).repeat(cell_x, axis=1)
         height, width = colours.shape[:2]
         shown = _spread(len(self.names), max(1, height // (_FONT + 3)))
         named = [(row, _short(self.names[row])) for row in shown]
-        left = 14 + _FONT + max((int(_font().getlength(text)) for _, text in named), default=0)
+        left = 20 + _FONT + max((int(_font().getlength(text)) for _, text in named), default=0)
         top, bar_x = 34, left + width + 16
         size = (max(bar_x + 90, left + int(_font().getlength(self.title)) + 12), top + max(height, 150) + 44)
         picture = Image.new("RGB", size, (255, 255, 255))
@@ -78,15 +82,15 @@ class Heatmap:
         for row, text in named:
             y = top + (row / per_row + 0.5 / max(per_row, 1)) * cell_y
             draw.text((left - 7, y), text, _INK, _font(), anchor="rm")
-        for column in _ticks(self.first, self.values.shape[1], max(2, width // 60)):
+        for column in _ticks(self.first, self.values.shape[1], max(2, width // 36)):
             x = left + ((column - self.first) / per_column + 0.5 / per_column) * cell_x
             draw.line((x, top + height, x, top + height + 4), _GREY)
             draw.text((x, top + height + 6), str(column), _INK, _font(), anchor="mt")
-        draw.text((left + width / 2, top + height + 24), "round", _INK, _font(), anchor="mt")
-        _write_upwards(picture, self.rows, (2, top), height)
+        draw.text((left + width / 2, top + height + 24), columns, _INK, _font(), anchor="mt")
+        _write_upwards(picture, rows, (2, top), height)
         self._draw_bar(picture, draw, (bar_x, top), max(height, 150))
         buffer = io.BytesIO()
-        picture.save(buffer, "PNG", compress_level=3)
+        picture.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue(), *picture.size
 
     def _coloured(self, table: np.ndarray) -> np.ndarray:
@@ -112,7 +116,7 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     whole = [float(power) for power in range(int(np.ceil(low)), int(np.floor(high)) + 1)]
     step = 1 + len(whole) // 8
     chosen = whole[::step] if len(whole) > 1 else [low, high]
-    return [(power, f"{10.0**power:.2g}") for power in chosen]
+    return [(power, f"{10.0**power:.3g}") for power in chosen]
 
 
 @cache

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class TensorBoardWriter:
         self._weights: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._norms: dict[int, np.ndarray] = {}
         self._last = self._drawn = 0
+        self._artist = ThreadPoolExecutor(1, thread_name_prefix="raysim heat maps")
+        self._drawing: list[Future[None]] = []
         with self._explained():
             self._file: Any = EventFileWriter(str(self._folder))
             if info.resume_round is not None:
@@ -101,18 +104,22 @@ class TensorBoardWriter:
                 values.append(pages.histogram(f"{name}/dist", found, _BINS))
         if step:
             self._remember(step, client_records)
-            values += self._pictures() if self._due(step) else []
         with self._explained():
             self._write(step, round_record.finished.timestamp(), values)
             self._file.flush()
+        if step and self._due(step):
+            self._draw()
 
     def finish(self, result: Mapping[str, Any] | None) -> None:
         """Write the last pictures and how the run ended, and close the file."""
-        values = self._pictures() if self._drawn < self._last else []
-        if result is not None:
-            values += pages.closing(result)
+        if self._drawn < self._last:
+            self._draw()
+        self._artist.shutdown()
         with self._explained():
-            self._write(self._last, time.time(), values)
+            for drawn in self._drawing:
+                drawn.result()
+            if result is not None:
+                self._write(self._last, time.time(), pages.closing(result))
             self._file.close()
 
     def _write(self, step: int, wall_time: float, values: Sequence[Any]) -> None:
@@ -172,28 +179,38 @@ class TensorBoardWriter:
         every = -(-self._info.rounds // MAX_HEATMAPS)
         return step % every == 0 or step == self._info.rounds or (step < every and step & (step - 1) == 0)
 
-    def _pictures(self) -> list[Any]:
+    def _draw(self) -> None:
+        """Draw in a thread what there is now; no round waits for it."""
         self._drawn = self._last
-        rounds, sizes = range(1, self._last + 1), self._info.client_sizes
-        weights = np.full((len(sizes), len(rounds)), np.nan, dtype=np.float32)
+        for make in (self._weight_map, self._norm_map):
+            picture = make()
+            if picture is not None:
+                self._drawing.append(self._artist.submit(self._write_picture, self._last, time.time(), *picture))
+
+    def _write_picture(self, step: int, wall_time: float, tag: str, picture: Heatmap) -> None:
+        self._write(step, wall_time, [pages.image(tag, *picture.png())])
+
+    def _weight_map(self) -> tuple[str, Heatmap] | None:
+        sizes = self._info.client_sizes
+        values = np.full((len(sizes), self._last), np.nan, dtype=np.float32)
         for step, (clients, relative) in self._weights.items():
-            weights[self._rank[clients], step - 1] = relative
-        pictures = []
-        if np.isfinite(weights).any():
-            names = [f"{client} ({sizes[client]})" for client in self._order.tolist()]
-            title = "client weight, times equal weight (grey: not used)"
-            rows = "client (its training examples)"
-            picture = Heatmap(weights, 1, names, title, rows, PUOR, -3.0, 3.0, _WEIGHT_TICKS)
-            pictures.append(pages.image("heatmap/weight", *picture.png()))
-        if self._norms:
-            blank = np.full(len(self._info.unit_names), np.nan)
-            norms = np.stack([self._norms.get(step, blank) for step in rounds], axis=1)
-            norms = np.log10(norms, out=np.full_like(norms, np.nan), where=np.isfinite(norms) & (norms > 0))
-            if np.isfinite(norms).any():
-                low, high = float(np.nanmin(norms)), float(np.nanmax(norms))
-                low, high = (low, high) if high - low > 0.1 else (low - 0.5, high + 0.5)
-                title = "norm of the validation gradient, median of the cohort"
-                names = self._info.unit_names
-                picture = Heatmap(norms, 1, names, title, "unit", VIRIDIS, low, high, log_ticks(low, high))
-                pictures.append(pages.image("heatmap/layer_norm", *picture.png()))
-        return pictures
+            values[self._rank[clients], step - 1] = relative
+        if not np.isfinite(values).any():
+            return None
+        names = [f"{client} ({sizes[client]})" for client in self._order.tolist()]
+        title = "client weight, times equal weight (grey: not used)"
+        rows = "client (its training examples)"
+        return "heatmap/weight", Heatmap(values, 1, names, title, rows, PUOR, -3.0, 3.0, _WEIGHT_TICKS)
+
+    def _norm_map(self) -> tuple[str, Heatmap] | None:
+        values = np.full((len(self._info.unit_names), self._last), np.nan)
+        for step, norms in self._norms.items():
+            values[:, step - 1] = np.log10(norms, out=np.full(len(norms), np.nan), where=norms > 0)
+        values[~np.isfinite(values)] = np.nan
+        if np.isnan(values).all():
+            return None
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        low, high = (low, high) if high - low > 0.1 else (low - 0.5, high + 0.5)
+        title = "norm of the validation gradient, median of the cohort"
+        marks = log_ticks(low, high)
+        return "heatmap/layer_norm", Heatmap(values, 1, self._info.unit_names, title, "unit", VIRIDIS, low, high, marks)
