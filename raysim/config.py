@@ -39,6 +39,7 @@ from raysim.models import MODELS
 from raysim.models.base import ModelSettings
 from raysim.objective import Precision
 from raysim.recording import OutputSettings
+from raysim.recording.hparams import path_problems
 from raysim.weighting import WEIGHTINGS
 from raysim.weighting.base import ScoringSettings, Weighting
 
@@ -140,6 +141,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
+        if problems := path_problems(type(self), self.output.hparams or ()):
+            raise ValueError(f"output.hparams: {'; '.join(problems)}")
         self.algorithm.check(self.client)
         assert self.weighting is not None
         if self.weighting.clips and type(self.algorithm).init_client is not Algorithm.init_client:

@@ -22,6 +22,7 @@ from raysim.models import build_model, choose_size
 from raysim.models.base import InputSpec
 from raysim.models.graph import module_edges
 from raysim.objective import ModelObjective, stacked_sums
+from raysim.recording.loggers import check_installed
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, Population, RoundState, num_bytes
 from raysim.weighting.base import Needs
@@ -152,6 +153,7 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigError: What does not work, and which key to change.
     """
+    check_installed(config.output.loggers)
     data = prepare_data(config)
     dataset = data.dataset
     channels, height, width = dataset.train.images.shape[1:]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,10 +21,12 @@ from raysim.evaluation import Metrics
 from raysim.execution.base import Executor, Outcome, PoolUse, StoredState
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, write_checkpoint, write_client_state
+from raysim.recording.hparams import pick
+from raysim.recording.logger import RunInfo
+from raysim.recording.loggers import open_loggers
 from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
-from raysim.recording.tensorboard import TensorBoardWriter
 from raysim.resuming import Earlier
 from raysim.state import RoundState, ServerState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
@@ -55,6 +57,7 @@ class Recorder:
         started: datetime,
         command: Sequence[str] | None,
         earlier: Earlier | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         config, earlier = prepared.config, earlier or Earlier(prepared.initial)
         self._prepared, self._executor, self._config, self.folder = prepared, executor, config, config.folder
@@ -103,16 +106,20 @@ class Recorder:
         write_json(self.folder / "manifest.json", manifest)
         self._tables = TableWriter(self.folder)
         self._tables.discard_after(earlier.state.round_num)
-        self._board: TensorBoardWriter | None = None
-        if config.output.tensorboard:
-            self._board = TensorBoardWriter(
-                self.folder,
-                class_names=prepared.class_names,
-                unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
-                num_clients=prepared.population.num_clients,
-                resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
-            )
-            self._board.write_config(config.as_yaml())
+        plain, output = config.as_dict(), config.output
+        info = RunInfo(
+            folder=self.folder,
+            name=config.name,
+            rounds=config.rounds,
+            class_names=prepared.class_names,
+            unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
+            client_sizes=prepared.population.num_examples,
+            config=plain,
+            config_yaml=config.as_yaml(),
+            hparams=pick(plain, output.hparams),
+            resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
+        )
+        self._loggers = open_loggers(info, [*(["tensorboard"] if output.tensorboard else []), *output.loggers], say)
 
     def now(self) -> tuple[datetime, float]:
         """This moment, for people and for differences."""
@@ -125,8 +132,7 @@ class Recorder:
             round_num=0, started=now, finished=now, round_s=0.0, **checksums(state, ()), **_metrics(metrics)
         )
         self._initial, self._last = _summary(record), record
-        if self._board is not None:
-            self._board.write_round(record, ())
+        self._loggers.write_round(record, ())
 
     def commit(
         self,
@@ -184,8 +190,7 @@ class Recorder:
         )
         clients = _client_records(state.round_num, outcomes, weights)
         self._tables.write_round(record, clients)
-        if self._board is not None:
-            self._board.write_round(record, clients)
+        self._loggers.write_round(record, clients)
         self._records.append(record)
         self._last = record
         return record
@@ -253,6 +258,7 @@ class Recorder:
             "finished": datetime.now(UTC).isoformat(),
         }
         write_json(self.folder / "result.json", result)
+        self._loggers.finish(result)
         return result
 
     def check_updated(self) -> None:
@@ -261,9 +267,8 @@ class Recorder:
             raise RunError("no round had a usable update: the global model is still the initial one")
 
     def close(self) -> None:
-        """Close the event file."""
-        if self._board is not None:
-            self._board.close()
+        """Let the loggers go, where no result is written."""
+        self._loggers.finish(None)
 
 
 def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.ndarray | None) -> list[ClientRecord]:

@@ -249,15 +249,14 @@ def _run(
             check_space(folder, 3 * prepared.demand.model_bytes if config.output.checkpoint_every else 0)
             with session.used() if session else contextlib.closing(Session()) as own:
                 executor = own.executor(prepared, progress)
-                recorder = Recorder(prepared, executor, started, command, earlier)
-                with contextlib.closing(recorder):
-                    ready = _ready(time.perf_counter() - clock, executor)
-                    logger.info(ready)
-                    progress.message(ready)
-                    begun = True
-                    for _ in rounds(prepared, earlier.state, executor, recorder, progress):
-                        pass
-                    recorder.check_updated()
+                recorder = Recorder(prepared, executor, started, command, earlier, progress.message)
+                begun = True
+                ready = _ready(time.perf_counter() - clock, executor)
+                logger.info(ready)
+                progress.message(ready)
+                for _ in rounds(prepared, earlier.state, executor, recorder, progress):
+                    pass
+                recorder.check_updated()
     except BaseException as error:
         if begun:
             status = "failed" if isinstance(error, Exception) else "interrupted"

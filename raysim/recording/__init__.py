@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from raysim.fields import NonNegativeInt, Section
 
@@ -15,9 +16,20 @@ class OutputSettings(Section):
     Attributes:
         dir: Folder that holds the run folders; a run writes to `dir/name`.
         tensorboard: Write TensorBoard events.
+        loggers: Where else the numbers go: `mlflow`, `wandb`. Each needs its extra, as in `pip install "raysim[mlflow]"`.
+        hparams: Configuration keys that tell the runs of a study apart, as `client.optimizer.lr`, for the tables that
+            compare runs; null: the usual ones.
         checkpoint_every: Rounds between checkpoints; 0 = never, the run cannot be resumed.
     """
 
     dir: Path = Path("runs")
     tensorboard: bool = True
+    loggers: tuple[Literal["mlflow", "wandb"], ...] = ()
+    hparams: tuple[str, ...] | None = None
     checkpoint_every: NonNegativeInt = 1
+
+    def __post_init__(self) -> None:
+        for key in ("loggers", "hparams"):
+            given = getattr(self, key) or ()
+            if len(set(given)) < len(given):
+                raise ValueError(f"{key} names one twice: {', '.join(given)}")

@@ -1,25 +1,34 @@
 """TensorBoard events of a run: one file, written by the driver, step = round.
 
     global/loss  global/accuracy  global/macro_f1  global/recall/<class>      the global model on the test set
+    global/best_accuracy  rounds_to/<50 .. 95>                                so far; the first round with that many per cent
     score/client_007  weight/client_007                                       each client, runs of up to 50 clients
     score/min  /p10  /median  /p90  /max  and the same below weight/          larger runs
+    score/size_small  /size_medium  /size_large  and the same below weight/   medians; thirds of all clients by examples
     score/dist  weight/dist                                                   histograms over the cohort
     weight/entropy  weight/max  weight/error                                  error: where only a subset is scored
     validation/loss_median  validation/accuracy_median                        the clients' models, on the validation set
     layer/<unit>/norm_median                                                  norm of the validation gradient, by unit
     time/train  /score_tail  /aggregate  /evaluate  /commit  /round           seconds
     pool/client/utilisation  pool/scorer/utilisation                          0 to 1
-    pool/driver_bytes                                                         of vectors, over the network
+    pool/driver_bytes                                                         of vectors, over the network, if there are any
     fault/retries  fault/failed  fault/excluded  fault/skipped
-    config                                                                    a text card: the resolved configuration
+    result/seconds_per_round                                                  once, at the end
+    heatmap/weight  heatmap/layer_norm                                        images: clients x rounds, units x rounds
+    about  config                                                             text cards: these tags; the configuration
 
 "/" separates the parts of a tag. In the name of a class or unit it is written `%2F`, and `%` is written `%25`; every
 other character stays as it is. A value that does not exist in a round has no point.
+
+The file also holds the arrangement of the page Custom Scalars, and of the page HParams the run's values of
+`output.hparams`, which metrics to list, and how the run ended (`success`, `failure`; one that was interrupted is `unknown`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,48 +36,55 @@ from typing import Any
 import numpy as np
 
 from raysim.errors import RunError
+from raysim.recording import tensorboard_pages as pages
+from raysim.recording.heatmap import PUOR, VIRIDIS, Heatmap, log_ticks
+from raysim.recording.logger import RunInfo
+from raysim.recording.metrics import RoundMetrics, finite, unit_norms
 from raysim.recording.records import ClientRecord, RoundRecord
+from raysim.recording.tables import read_table
 
-MAX_CLIENT_CURVES = 50
-"""The largest number of clients that have a curve each."""
+MAX_HEATMAPS = 10
+"""About so many pictures of each kind are written over a run (and some of its first rounds); TensorBoard keeps ten."""
 
-_QUANTILES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "max": 1.0}
+_BINS = 30
+_WEIGHT_TICKS = [(-3.0, "1/8"), (-2.0, "1/4"), (-1.0, "1/2"), (0.0, "1"), (1.0, "2"), (2.0, "4"), (3.0, "8")]
 
 
 class TensorBoardWriter:
     """Writes the events of one run, below `folder/tensorboard`.
 
+    When a run is resumed, what an earlier file says of the rounds before `resume_round` moves into the new one.
+
     Args:
-        folder: The run folder.
-        class_names: Name of each class, [K].
-        unit_names: Name of each unit, [U].
-        num_clients: N, all clients of the run.
-        resume_round: The first round that will be written when a run is resumed: TensorBoard drops what an earlier file
-            says of it and of later rounds.
+        info: The run.
+
+    Raises:
+        RunError: If the file cannot be written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        class_names: Sequence[str],
-        unit_names: Sequence[str],
-        num_clients: int,
-        resume_round: int | None = None,
-    ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, info: RunInfo) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._recall_tags = [f"global/recall/{escape(name)}" for name in class_names]
-        self._unit_tags = [f"layer/{escape(name)}/norm_median" for name in unit_names]
-        self._each_client = num_clients <= MAX_CLIENT_CURVES
-        self._writer: Any = SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=resume_round)
-
-    def write_config(self, yaml_text: str) -> None:
-        """Show the resolved configuration as a text card."""
-        # Indented text is code in Markdown, whatever characters it has.
+        self._info, self._metrics = info, RoundMetrics(info)
+        self._folder = info.folder / "tensorboard"
+        earlier = sorted(self._folder.glob("events.out.tfevents.*")) if info.resume_round is not None else []
+        # Largest clients first, for the picture of weights.
+        sizes = np.asarray(info.client_sizes)
+        self._order = np.argsort(-sizes, kind="stable")
+        self._rank = np.argsort(self._order)
+        self._weights: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._norms: dict[int, np.ndarray] = {}
+        self._last = self._drawn = 0
+        self._artist = ThreadPoolExecutor(1, thread_name_prefix="raysim heat maps")
+        self._drawing: list[Future[None]] = []
         with self._explained():
-            self._writer.add_text("config", "".join(f"    {line}\n" for line in yaml_text.splitlines()))
-            self._writer.flush()
+            self._file: Any = EventFileWriter(str(self._folder))
+            if info.resume_round is not None:
+                self._restore(earlier, info.resume_round)
+            self._write(0, time.time(), pages.opening(info))
+            self._file.flush()
+        for path in earlier:
+            path.unlink()
 
     def write_round(self, round_record: RoundRecord, client_records: Sequence[ClientRecord]) -> None:
         """Write the events of one round and hand them to the operating system.
@@ -80,21 +96,39 @@ class TensorBoardWriter:
         Raises:
             RunError: If the file cannot be written.
         """
-        step, walltime = round_record.round_num, round_record.finished.timestamp()
+        step = round_record.round_num
+        values = [pages.scalar(*pair) for pair in self._metrics.of_round(round_record, client_records).items()]
+        for name in ("score", "weight"):
+            found = finite(getattr(record, name) for record in client_records)
+            if len(found):
+                values.append(pages.histogram(f"{name}/dist", found, _BINS))
+        if step:
+            self._remember(step, client_records)
         with self._explained():
-            for tag, value in self._scalars(round_record, client_records):
-                if value is not None:
-                    self._writer.add_scalar(tag, value, step, walltime=walltime)
-            for name in ("score", "weight"):
-                values = _finite(getattr(record, name) for record in client_records)
-                if len(values):
-                    self._writer.add_histogram(f"{name}/dist", values, step, walltime=walltime)
-            self._writer.flush()
+            self._write(step, round_record.finished.timestamp(), values)
+            self._file.flush()
+        if step and self._due(step):
+            self._draw()
 
-    def close(self) -> None:
-        """Write what is left and close the file."""
+    def finish(self, result: Mapping[str, Any] | None) -> None:
+        """Write the last pictures and how the run ended, and close the file."""
+        if self._drawn < self._last:
+            self._draw()
+        self._artist.shutdown()
         with self._explained():
-            self._writer.close()
+            for drawn in self._drawing:
+                drawn.result()
+            if result is not None:
+                self._write(self._last, time.time(), pages.closing(result))
+            self._file.close()
+
+    def _write(self, step: int, wall_time: float, values: Sequence[Any]) -> None:
+        """All values of a moment as one event: much cheaper than an event for each."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if values:
+            self._file.add_event(Event(step=step, wall_time=wall_time, summary=Summary(value=values)))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -102,62 +136,81 @@ class TensorBoardWriter:
         try:
             yield
         except OSError as error:
-            raise RunError(f"Cannot write {self._writer.log_dir}: {error.strerror or error}.") from error
+            raise RunError(f"Cannot write {self._folder}: {error.strerror or error}.") from error
 
-    def _scalars(
-        self, round_record: RoundRecord, client_records: Sequence[ClientRecord]
-    ) -> Iterable[tuple[str, float | None]]:
-        yield "global/loss", round_record.loss
-        yield "global/accuracy", round_record.accuracy
-        yield "global/macro_f1", round_record.macro_f1
-        if round_record.recall is not None:
-            yield from zip(self._recall_tags, round_record.recall, strict=True)
-        for name in ("score", "weight"):
-            yield from self._client_scalars(name, client_records)
-        yield "weight/entropy", round_record.weight_entropy
-        yield "weight/max", round_record.weight_max
-        yield "weight/error", round_record.weight_error
-        yield "validation/loss_median", _median(record.validation_loss for record in client_records)
-        yield "validation/accuracy_median", _median(record.validation_accuracy for record in client_records)
-        norms = [record.unit_norms for record in client_records if record.unit_norms is not None]
-        if norms:
-            yield from zip(self._unit_tags, np.median(np.array(norms), axis=0).tolist(), strict=True)
-        for name in ("train", "score_tail", "aggregate", "evaluate", "commit", "round"):
-            yield f"time/{name}", getattr(round_record, f"{name}_s")
-        yield "pool/client/utilisation", round_record.client_utilisation
-        yield "pool/scorer/utilisation", round_record.scorer_utilisation
-        yield "pool/driver_bytes", round_record.driver_bytes
-        for name in ("retries", "failed", "excluded", "skipped"):
-            yield f"fault/{name}", getattr(round_record, name)
+    def _restore(self, paths: Sequence[Path], resume_round: int) -> None:
+        """Take over what earlier files and the table of clients hold of the rounds that stay."""
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    def _client_scalars(self, name: str, client_records: Sequence[ClientRecord]) -> Iterable[tuple[str, float | None]]:
-        if self._each_client:
-            for record in client_records:
-                yield f"{name}/client_{record.client_id:03d}", getattr(record, name)
-            return
-        values = _finite(getattr(record, name) for record in client_records)
-        if len(values):
-            for label, quantile in _QUANTILES.items():
-                # weight/max is also a scalar of the round, the same number.
-                if (name, label) != ("weight", "max"):
-                    yield f"{name}/{label}", float(np.quantile(values, quantile))
+        # A page that is open forgets what it has read of the earlier files.
+        self._file.add_event(Event(step=0, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)))
+        row_of = {tag: row for row, tag in enumerate(self._metrics.unit_tags)}
+        for path in paths:
+            for event in LegacyEventFileLoader(str(path)).Load():
+                values = [value for value in event.summary.value if pages.is_of_a_round(value.tag)]
+                if event.step < resume_round:
+                    self._write(event.step, event.wall_time, values)
+                    norms = {row_of[value.tag]: value.simple_value for value in values if value.tag in row_of}
+                    if len(norms) == len(row_of) > 0:
+                        self._norms[event.step] = np.array([norms[row] for row in range(len(row_of))])
+        table = read_table(self._info.folder, "clients").select(["round_num", "client_id", "weight"]).drop_null()
+        rounds, clients, weights = (table[name].to_numpy() for name in table.column_names)
+        for step in np.unique(rounds[rounds < resume_round]).tolist():
+            self._keep_weights(step, clients[rounds == step], weights[rounds == step])
+        self._last = self._drawn = resume_round - 1
 
+    def _remember(self, step: int, client_records: Sequence[ClientRecord]) -> None:
+        self._last = step
+        used = [record for record in client_records if record.weight is not None]
+        self._keep_weights(
+            step, np.array([r.client_id for r in used], dtype=np.int64), np.array([r.weight for r in used], dtype=float)
+        )
+        norms = unit_norms(client_records)
+        if norms is not None:
+            self._norms[step] = norms
 
-def escape(name: str) -> str:
-    """A name as one part of a tag; `urllib.parse.unquote` undoes it.
+    def _keep_weights(self, step: int, clients: np.ndarray, weights: np.ndarray) -> None:
+        """As logarithms of the weight over equal weight: twice and half of it are equally far from white."""
+        self._weights[step] = clients, np.log2(np.clip(weights * len(weights), 2.0**-3, 2.0**3))
 
-    Example:
-        >>> escape("pneumonia a/b")
-        'pneumonia a%2Fb'
-    """
-    return name.replace("%", "%25").replace("/", "%2F")
+    def _due(self, step: int) -> bool:
+        """The first rounds, ever farther apart, then every tenth of the run."""
+        every = -(-self._info.rounds // MAX_HEATMAPS)
+        return step % every == 0 or step == self._info.rounds or (step < every and step & (step - 1) == 0)
 
+    def _draw(self) -> None:
+        """Draw in a thread what there is now; no round waits for it."""
+        self._drawn = self._last
+        for make in (self._weight_map, self._norm_map):
+            picture = make()
+            if picture is not None:
+                self._drawing.append(self._artist.submit(self._write_picture, self._last, time.time(), *picture))
 
-def _finite(values: Iterable[float | None]) -> np.ndarray:
-    present = np.array([value for value in values if value is not None], dtype=np.float64)
-    return present[np.isfinite(present)]
+    def _write_picture(self, step: int, wall_time: float, tag: str, picture: Heatmap) -> None:
+        self._write(step, wall_time, [pages.image(tag, *picture.png())])
 
+    def _weight_map(self) -> tuple[str, Heatmap] | None:
+        sizes = self._info.client_sizes
+        values = np.full((len(sizes), self._last), np.nan, dtype=np.float32)
+        for step, (clients, relative) in self._weights.items():
+            values[self._rank[clients], step - 1] = relative
+        if not np.isfinite(values).any():
+            return None
+        names = [f"{client} ({sizes[client]})" for client in self._order.tolist()]
+        title = "client weight, times equal weight (grey: not used)"
+        rows = "client (its training examples)"
+        return "heatmap/weight", Heatmap(values, 1, names, title, rows, PUOR, -3.0, 3.0, _WEIGHT_TICKS)
 
-def _median(values: Iterable[float | None]) -> float | None:
-    present = _finite(values)
-    return float(np.median(present)) if len(present) else None
+    def _norm_map(self) -> tuple[str, Heatmap] | None:
+        values = np.full((len(self._info.unit_names), self._last), np.nan)
+        for step, norms in self._norms.items():
+            values[:, step - 1] = np.log10(norms, out=np.full(len(norms), np.nan), where=norms > 0)
+        values[~np.isfinite(values)] = np.nan
+        if np.isnan(values).all():
+            return None
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        low, high = (low, high) if high - low > 0.1 else (low - 0.5, high + 0.5)
+        title = "norm of the validation gradient, median of the cohort"
+        marks = log_ticks(low, high)
+        return "heatmap/layer_norm", Heatmap(values, 1, self._info.unit_names, title, "unit", VIRIDIS, low, high, marks)
