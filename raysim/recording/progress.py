@@ -110,7 +110,7 @@ class _Cohort:
             return None
         self._done += 1
         left = (self.rounds - record.round_num) * (self._clock() - self._begin) / self._done
-        return _duration(left) if record.round_num < self.rounds else None
+        return duration(left) if record.round_num < self.rounds else None
 
 
 class PlainProgress:
@@ -308,7 +308,8 @@ def _pools(rounds: Sequence[RoundRecord]) -> str:
     return ", ".join(parts) or "-"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as `m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
