@@ -1,4 +1,4 @@
-"""The command line: run, check, partition, bench, watch, export. Commands import what they need, so that `--help` answers at once.
+"""The command line: one function per command. Commands import what they need, so that `--help` answers at once.
 
 Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143 interrupted.
 """

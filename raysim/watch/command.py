@@ -74,7 +74,9 @@ class Watcher:
                 del self.runs[path]
                 changed = True
                 if path == self.folder:
-                    raise ConfigError(f"{path}: the run folder was removed; a run that cannot begin takes its folder back")
+                    raise ConfigError(
+                        f"{path}: the run folder was removed; a run that cannot begin takes its folder back"
+                    )
         return changed
 
     def picture(self, height: int) -> RenderableType:
@@ -90,7 +92,7 @@ class Watcher:
 
         def begin(item: tuple[Path, Follower]) -> float:
             run = item[1]
-            return run.rows[0]["started"].timestamp() if run.rounds else time.time() - run.age
+            return float(run.rows[0]["started"]) if run.rounds else time.time() - run.age
 
         return sorted(self.runs.items(), key=begin, reverse=True)
 
@@ -157,7 +159,7 @@ def watch(
                 found_ended, last_seen = False, time.monotonic()
             elif time.monotonic() - last_seen > wait_s:
                 raise ConfigError(
-                    f"{folder}: no run within {wait_s:g} s (--wait); is it the `output.dir/name` of a run, or a folder with runs?"
+                    f"{folder}: no run within {wait_s:g} s (--wait); give the folder of a run or one with runs"
                 )
             time.sleep(interval_s)
     if live is not None:

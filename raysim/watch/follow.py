@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from ruamel.yaml import YAML, YAMLError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 State = Literal["starting", "running", "no news", "finished", "failed", "interrupted"]
 """How a run stands. The first three are conclusions: only a run that ends says so itself."""
@@ -54,6 +55,7 @@ class Follower:
         faults: Rows of clients that failed or were excluded, of the latest rounds that have any, newest first.
         result: `result.json`, once the run has ended.
         unreadable: Files that could not be read at the last look.
+        log: The last lines of the run's log, as long as no round is done.
         complete: Whether all rounds there are were read.
     """
 
@@ -66,6 +68,7 @@ class Follower:
         self.faults: list[Row] = []
         self.result: dict[str, Any] | None = None
         self.unreadable: list[str] = []
+        self.log: list[str] = []
         self.complete = False
         self._cohorts: dict[int, list[Row]] = {}
         self._result_time: int | None = None
@@ -127,7 +130,7 @@ class Follower:
     def elapsed_s(self) -> float | None:
         """Seconds from the begin of the first round that is read to the end of the newest."""
         rows = self.rows
-        return (rows[-1]["finished"] - rows[0]["started"]).total_seconds() if rows else None
+        return float(rows[-1]["finished"] - rows[0]["started"]) if rows else None
 
     def curve(self, column: str) -> list[tuple[int, float]]:
         """Round and value of a column of the rounds table, where it has one."""
@@ -153,6 +156,7 @@ class Follower:
         self.complete = len(self.rounds) == len(files)
         if self._with_clients:
             self._look_at_clients(files)
+            self.log = [] if self.rounds else (self._read("run.log", _lines) or [])
         self._look_at_result()
         self._look_at_times()
         return before != (len(self.rounds), bool(self.config), self.result, self.complete, max(self.rounds, default=0))
@@ -245,8 +249,19 @@ def quantiles(values: Sequence[float], at: Sequence[float]) -> list[float]:
 
 
 def _table(path: Path) -> list[Row]:
-    rows: list[Row] = pq.ParquetFile(path).read(use_threads=False).to_pylist()
-    return rows
+    """The rows of a table, times as seconds since 1970: pyarrow loads pandas to make times of them."""
+    table = pq.ParquetFile(path).read(use_threads=False)
+    times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
+    for name in times:
+        table = table.set_column(
+            table.schema.get_field_index(name), name, table[name].cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+        )
+    rows: list[Row] = table.to_pylist()
+    return [{**row, **{name: row[name] / 1e6 for name in times if row[name] is not None}} for row in rows]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]
 
 
 def _json(path: Path) -> dict[str, Any]:

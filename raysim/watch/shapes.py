@@ -116,4 +116,4 @@ def short(value: float | None) -> str:
         return "-"
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4f}"[:6].rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.{max(0, 4 - max(0, int(math.log10(abs(value) or 1.0))))}f}"

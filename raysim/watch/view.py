@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,7 @@ _OF_CLIENTS = {
     "score_s": "score s",
 }
 """Columns of the clients table that quantiles are shown of."""
+_LOG_TIME = re.compile(r"^\S+ (\d\d:\d\d:\d\d),\d+ (?:INFO )?")
 MIN_HEIGHT = 20
 """Rows of a terminal below which the clients are left out."""
 
@@ -60,7 +62,9 @@ def screen(run: Follower, height: int) -> Layout:
     layout.split_column(*parts)
     last = run.total or 1
     layout["curves"].split_row(
-        Layout(Panel(Curve(run.curve("accuracy"), last, "green"), title=_metric_title(run, "accuracy"), title_align="left")),
+        Layout(
+            Panel(Curve(run.curve("accuracy"), last, "green"), title=_metric_title(run, "accuracy"), title_align="left")
+        ),
         Layout(Panel(Curve(run.curve("loss"), last, "magenta"), title=_metric_title(run, "loss"), title_align="left")),
     )
     return layout
@@ -115,7 +119,7 @@ def headline(run: Follower) -> str:
     elif run.plan:
         pools = f", {run.plan.get('client_actors')}+{run.plan.get('scorer_actors')} actors"
     return (
-        f"{algorithm.get('name')} with {weighting.get('name')} weights, {model.get('name')} on {data.get('name')}, "
+        f"{algorithm.get('name')} + {weighting.get('name')}, {model.get('name')} on {data.get('name')}, "
         f"{partition.get('clients')} clients" + (f", {cohort} per round" if cohort else "") + pools
     )
 
@@ -140,7 +144,7 @@ def many(runs: Sequence[tuple[str, Follower]], height: int) -> RenderableType:
         done = max(run.rounds, default=0)
         table.add_row(
             Text(state, style=STYLES[state]),
-            name,
+            Text(name),
             f"{done}/{run.total or '?'}",
             f"{accuracy[-1][1]:.4f}" if accuracy else "-",
             f"{max(value for _, value in accuracy):.4f}" if accuracy and run.complete else "-",
@@ -178,7 +182,9 @@ class _Bar:
     def __rich_console__(self, console: Any, options: Any) -> Any:
         width = options.max_width - 6
         filled = int(self._share * width)
-        yield Text("━" * filled, style="green").append("─" * (width - filled), style="dim").append(f" {self._share:4.0%}")
+        yield (
+            Text("━" * filled, style="green").append("─" * (width - filled), style="dim").append(f" {self._share:4.0%}")
+        )
 
 
 def _metric_title(run: Follower, column: str) -> str:
@@ -192,7 +198,7 @@ def _metric_title(run: Follower, column: str) -> str:
 def _cohort_title(run: Follower) -> str:
     row = run.newest
     if row is None:
-        return "clients"
+        return "no round is done yet; the run's log"
     text = f"round {row['round_num']}: {row.get('ok')} of {row.get('sampled')} clients"
     if row.get("weight_entropy") is not None:
         # That of equal weights is the most there can be.
@@ -201,8 +207,11 @@ def _cohort_title(run: Follower) -> str:
 
 
 def _cohort(run: Follower, rows: int) -> RenderableType:
+    if run.rounds and not run.clients:
+        return Text("the clients of this round cannot be read yet", style="dim")
     if not run.clients:
-        return Text("no round is done yet" if not run.rounds else "the clients of this round cannot be read yet", style="dim")
+        lines = [_LOG_TIME.sub(r"\1 ", line) for line in run.log[-rows:]]
+        return Group(*(Text(line, no_wrap=True, overflow="ellipsis", style="dim") for line in lines))
     ordered = sorted(run.clients, key=lambda row: (row.get("weight") is None, -(row.get("weight") or 0.0)))
     if len(ordered) + 1 <= rows:
         return _each(ordered)
@@ -279,28 +288,31 @@ def _foot(run: Follower, faults: Sequence[Text]) -> RenderableType:
     """Where the time goes, how busy the pools are, what went wrong."""
     recent = run.rows[-RECENT:]
     if not recent:
-        return Panel(Group(*(faults or [Text("no round is done yet", style="dim")])))
+        return Panel(Group(*faults))
     parts = [(name.replace("_", " "), _mean([row.get(f"{name}_s") or 0.0 for row in recent])) for name in _PARTS]
     round_s = _mean([row["round_s"] for row in recent])
-    pools = [
-        f"{role} actors {_mean(values):.0%} busy"
+    busy = [
+        f"{role}s {_mean(values):.0%}"
         for role in ("client", "scorer")
         if (values := [v for row in recent if (v := row.get(f"{role}_utilisation")) is not None])
     ]
+    line = [f"busy: {', '.join(busy)}"] if busy else []
     if any(row.get("driver_bytes") for row in recent):
-        pools.append(f"{_mean([row.get('driver_bytes') or 0 for row in recent]) / 1e6:.1f} MB/round")
-    totals = {
-        name: sum(row.get(name) or 0 for row in run.rounds.values()) for name in ("retries", "failed", "excluded", "skipped")
-    }
-    line = Text("  ".join([*pools, *(f"{name} {count}" for name, count in totals.items())]), no_wrap=True)
-    if totals["failed"] or totals["excluded"]:
-        line.highlight_regex(r"(failed|excluded) [1-9]\d*", "bold yellow")
+        line.append(f"network {_mean([row.get('driver_bytes') or 0 for row in recent]) / 1e6:.1f} MB/round")
+    names = ("retries", "failed", "excluded", "skipped")
+    totals = {name: sum(row.get(name) or 0 for row in run.rounds.values()) for name in names}
+    line += [f"{name} {count}" for name, count in totals.items() if count] or ["no faults"]
+    counts = Text("  ".join(line), no_wrap=True, overflow="ellipsis")
+    counts.highlight_regex(r"(failed|excluded) \d+", "bold yellow")
     title = f"{round_s:.2f} s per round (mean of the last {len(recent)})"
-    return Panel(Group(Stacked(parts, _PART_STYLES), line, *faults), title=title, title_align="left")
+    return Panel(Group(Stacked(parts, _PART_STYLES), counts, *faults), title=title, title_align="left")
 
 
 def _fault_lines(run: Follower) -> list[Text]:
-    lines = [Text(f"cannot be read now: {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in run.unreadable]
+    lines = [
+        Text(f"cannot be read now: {text}", style="yellow", no_wrap=True, overflow="ellipsis")
+        for text in run.unreadable
+    ]
     for row in run.faults:
         text = f"round {row['round_num']}: client {row['client_id']} {row['status']}: {row['reason']}"
         lines.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
