@@ -258,6 +258,14 @@ def summary_table(records: Sequence[RoundRecord], *, folder: Path) -> Table:
         for label, value in (("macro-F1", last.macro_f1), ("loss", last.loss)):
             if value is not None:
                 table.add_row(label, f"{value:.4f}")
+        chosen = [record for record in evaluated if record.validation_accuracy is not None]
+        if chosen:
+            # The one accuracy of a run that was not picked by looking at it.
+            best = max(chosen, key=lambda record: record.validation_accuracy or 0.0)
+            text = (
+                f"{best.validation_accuracy:.4f} at best, in round {best.round_num}: test accuracy {best.accuracy:.4f}"
+            )
+            table.add_row("validation", text)
     if rounds:
         table.add_row("time per round", _times(rounds))
         table.add_row("pools", _pools(rounds))

@@ -1,6 +1,7 @@
 """TensorBoard events of a run: one file, written by the driver, step = round.
 
     global/loss  global/accuracy  global/macro_f1  global/recall/<class>      the global model on the test set
+    global/validation_loss  global/validation_accuracy                        the same on the validation set, if asked for
     score/client_007  weight/client_007                                       each client, runs of up to 50 clients
     score/min  /p10  /median  /p90  /max  and the same below weight/          larger runs
     score/dist  weight/dist                                                   histograms over the cohort
@@ -110,6 +111,8 @@ class TensorBoardWriter:
         yield "global/loss", round_record.loss
         yield "global/accuracy", round_record.accuracy
         yield "global/macro_f1", round_record.macro_f1
+        yield "global/validation_loss", round_record.validation_loss
+        yield "global/validation_accuracy", round_record.validation_accuracy
         if round_record.recall is not None:
             yield from zip(self._recall_tags, round_record.recall, strict=True)
         for name in ("score", "weight"):
