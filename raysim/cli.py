@@ -210,6 +210,28 @@ def watch(
     raise typer.Exit(status)
 
 
+@app.command()
+def export(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders that hold run folders.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; a folder that is not there yet.")],
+    debug: Debug = False,
+) -> None:
+    """Put the tables of runs into one data set: runs.parquet, rounds.parquet, clients.parquet and a card.
+
+    The layout is that of Hugging Face datasets: load_dataset("FOLDER", "rounds"). The table of runs has the settings in which
+    they differ.
+
+    Example: raysim export runs/seed-0 runs/seed-1 --out results
+    """
+    with _explained(debug, "nothing of the runs was changed"):
+        from raysim.export import export as export_runs
+
+        names = export_runs(folders, out)
+        typer.echo(f"wrote {len(names)} run{'s' if len(names) > 1 else ''} to {out}: runs, rounds, clients, README.md")
+
+
 def main() -> None:
     """Entry point of the `raysim` command."""
     app()

@@ -12,7 +12,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from raysim.errors import ConfigError
-from raysim.watch.follow import ENDED, Follower, find_runs
+from raysim.recording.runfolder import find_runs
+from raysim.watch.follow import ENDED, Follower
 from raysim.watch.view import headline, many, round_line, screen, status_text
 
 STATUS = {"finished": 0, "failed": 3, "interrupted": 130}

@@ -224,19 +224,6 @@ class Follower:
             return None
 
 
-def find_runs(folder: Path, depth: int = 2) -> list[Path]:
-    """The run folders at or below a folder: those with a `config.yaml`, or with a `run.log` as long as they start."""
-    if (folder / "config.yaml").is_file() or (folder / "run.log").is_file():
-        return [folder]
-    if depth < 0:
-        return []
-    try:
-        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    except OSError:
-        return []
-    return [run for path in below for run in find_runs(Path(path), depth - 1)]
-
-
 def quantiles(values: Sequence[float], at: Sequence[float]) -> list[float]:
     """Quantiles with linear interpolation; of at least one value."""
     ordered = sorted(values)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raysim.watch.follow import QUIET_ROUNDS, STARTING_S, Follower, find_runs, quantiles
+from raysim.watch.follow import QUIET_ROUNDS, STARTING_S, Follower, quantiles
 from runs import TINY, run
 
 
@@ -168,15 +168,6 @@ def test_reasons_of_the_latest_faults(tmp_path: Path, monkeypatch: pytest.Monkey
         (1, 3, "excluded"),
     ]
     assert "non-finite" in follower.faults[0]["reason"]
-
-
-def test_run_folders_are_found_two_levels_down_and_not_inside_runs(folder: Path, tmp_path: Path):
-    deep = tmp_path / "sweep" / "points" / "a b"
-    shutil.copytree(folder, deep)
-    shutil.copytree(folder, deep / "checkpoints" / "inner")
-    assert find_runs(tmp_path) == [folder, deep]
-    assert find_runs(deep) == [deep]
-    assert find_runs(tmp_path / "not there") == []
 
 
 def test_quantiles_are_numpys():
