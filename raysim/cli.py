@@ -1,4 +1,4 @@
-"""The command line: run, resume, check, partition, bench. Commands import what they need, so that `--help` answers at once.
+"""The command line: one function per command. Commands import what they need, so that `--help` answers at once.
 
 Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143 interrupted.
 """
@@ -192,6 +192,62 @@ def bench(
         for note in (note for finding in findings for note in finding.notes):
             typer.echo(note)
         typer.echo(f"wrote {path}")
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, or a folder that holds run folders.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the present state and leave.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for a run to begin, and for another one of a folder of runs.")
+    ] = 60.0,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append every screen with something new to a text file.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Watch runs from their folders: progress, metrics, weights of the clients, times, faults.
+
+    Reads the tables only, so it works beside a run, after it, and on another machine that sees the folder, and nothing that
+    happens to it touches the run. On a terminal a screen, elsewhere a line per round. Leaves when the runs have ended, or
+    with Ctrl-C. Exit status: 0 finished, left with Ctrl-C, or --once; 2 no run; 3 a run failed; 130 a run was interrupted.
+
+    Example: raysim watch runs/quickstart
+    """
+    with _explained(debug, "the run goes on"):
+        from contextlib import suppress
+
+        from rich.console import Console
+
+        from raysim.watch.command import watch as watch_folder
+
+        status = 0
+        with suppress(KeyboardInterrupt):
+            status = watch_folder(folder, Console(), once=once, interval_s=interval, wait_s=wait, record=record)
+    raise typer.Exit(status)
+
+
+@app.command()
+def export(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders that hold run folders.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; a folder that is not there yet.")],
+    debug: Debug = False,
+) -> None:
+    """Put the tables of runs into one data set: runs.parquet, rounds.parquet, clients.parquet and a card.
+
+    The layout is that of Hugging Face datasets: load_dataset("FOLDER", "rounds"). The table of runs has the settings in which
+    they differ.
+
+    Example: raysim export runs/seed-0 runs/seed-1 --out results
+    """
+    with _explained(debug, "nothing of the runs was changed"):
+        from raysim.export import export as export_runs
+
+        names = export_runs(folders, out)
+        typer.echo(f"wrote {len(names)} run{'s' if len(names) > 1 else ''} to {out}: runs, rounds, clients, README.md")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of a model on the test set, cut into fixed shards so that any number of processes gives the same numbers."""
+"""Evaluation of the global model, its images cut into fixed shards so that any number of processes gives the same numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ class EvaluationSettings(Section):
     Attributes:
         every: Evaluate after every so many rounds; the last round always is.
         batch_size: Test images per forward pass.
+        validation: Also evaluate it on the validation set, to choose a round or a setting without a look at the test set. A
+            weighting or fusion that uses the validation set has seen it: compare such runs with care.
     """
 
     every: Count = 1
     batch_size: Count = 256
+    validation: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Metrics:
         macro_f1: Mean F1 over the classes present in the test set.
         recall: Per class; None where the test set has no example of it.
         classes_present: Classes with at least one test example.
+        validation_loss: Mean cross-entropy on the validation set; None without `evaluation.validation`.
+        validation_accuracy: Share of correct predictions there.
     """
 
     loss: float
@@ -54,6 +59,8 @@ class Metrics:
     macro_f1: float
     recall: tuple[float | None, ...]
     classes_present: int
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
 
 
 def evaluation_shards(num_examples: int, batch_size: int) -> list[np.ndarray]:

@@ -189,6 +189,9 @@ def prepare(config: RunConfig) -> Prepared:
         scoring_shards=_scoring_shards(config, data.validation),
         evaluation_shards=tuple(evaluation_shards(len(dataset.test), config.evaluation.batch_size)),
         evaluation_batch_size=config.evaluation.batch_size,
+        validation_shards=tuple(evaluation_shards(len(data.validation), config.evaluation.batch_size))
+        if config.evaluation.validation
+        else (),
         threads=config.execution.threads,
         deterministic=config.deterministic,
         client_precision=config.client.precision,

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -239,6 +239,11 @@ class Recorder:
         """Write `result.json` and return its content."""
         tested = [record for record in self._records if record.accuracy is not None]
         best = max(tested, key=lambda record: record.accuracy or 0.0, default=None)
+        chosen = max(
+            (record for record in tested if record.validation_accuracy is not None),
+            key=lambda record: record.validation_accuracy or 0.0,
+            default=None,
+        )
         result = {
             "status": status,
             "reason": reason,
@@ -249,6 +254,7 @@ class Recorder:
             "initial": self._initial,
             "final": _summary(tested[-1] if tested else None),
             "best": _summary(best),
+            "best_validation": _summary(chosen),
             "checksums": None
             if self._last is None
             else {key: getattr(self._last, f"{key}_checksum") for key in ("params", "buffers", "server", "clients")},
@@ -327,7 +333,7 @@ def checksums(state: RoundState, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _metrics(metrics: Metrics | None) -> dict[str, Any]:
     if metrics is None:
         return {}
-    return {name: getattr(metrics, name) for name in ("loss", "accuracy", "macro_f1", "recall", "classes_present")}
+    return {item.name: getattr(metrics, item.name) for item in fields(metrics)}
 
 
 def _summary(record: RoundRecord | None) -> dict[str, Any] | None:
@@ -338,7 +344,14 @@ def _summary(record: RoundRecord | None) -> dict[str, Any] | None:
         "accuracy": record.accuracy,
         "macro_f1": record.macro_f1,
         "loss": record.loss,
-    }
+    } | (
+        {}
+        if record.validation_accuracy is None
+        else {
+            "validation_accuracy": record.validation_accuracy,
+            "validation_loss": record.validation_loss,
+        }
+    )
 
 
 def _entropy(weights: np.ndarray) -> float:

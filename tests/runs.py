@@ -25,6 +25,15 @@ SIX_CLIENTS = [
     "execution.scorer.num_cpus=0.1",
 ]
 
+TINY = (
+    "model.name=mlp",
+    "partition.clients=6",
+    "client.per_round=4",
+    "client.local_epochs=1",
+    "output.tensorboard=false",
+)
+"""A run of a second."""
+
 
 def run(folder: Path, name: str, *overrides: str, rounds: int = 5, backend: str = "ray") -> raysim.RunRecord:
     """The quickstart with overrides, in `folder/name`."""

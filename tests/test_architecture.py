@@ -35,6 +35,8 @@ LEVELS = [
         "sweep",
         "report",
         "bench",
+        "watch",
+        "export",
     },
     {"cli"},
 ]

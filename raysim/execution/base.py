@@ -58,6 +58,7 @@ class Setup:
         scoring_shards: The validation set's fixed batches (index arrays), by shard; a subset has its own every round.
         evaluation_shards: Test examples by shard.
         evaluation_batch_size: Test images per pass.
+        validation_shards: Validation examples by shard, if the global model is evaluated on them too; else none.
         threads: Torch threads per process.
         deterministic: Deterministic kernels on GPUs.
         client_precision: What local training computes in.
@@ -86,6 +87,12 @@ class Setup:
     client_precision: Precision = "float32"
     client_timeout_s: float | None = None
     faults: tuple[Fault, ...] = ()
+    validation_shards: tuple[np.ndarray, ...] = ()
+
+    @property
+    def num_evaluation_shards(self) -> int:
+        """Shards of an evaluation: those of the test set, then those of the validation set."""
+        return len(self.evaluation_shards) + len(self.validation_shards)
 
     @property
     def data_hash(self) -> str:

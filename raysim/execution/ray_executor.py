@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raysim.cohort import Coefficients
 from raysim.errors import ConfigError, RunError
-from raysim.evaluation import Metrics, ShardPredictions, metrics_of
+from raysim.evaluation import Metrics, ShardPredictions
 from raysim.execution.base import Broadcast, FusedModel, Observer, Outcome, Packed, PoolUse, Setup, WorkItem
 from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
@@ -33,7 +33,7 @@ from raysim.execution.ray_plan import Demand, better_split, make_plan, memory_li
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
-from raysim.execution.work import add_groups, groups_of, sum_updates
+from raysim.execution.work import add_groups, evaluation_metrics, groups_of, sum_updates
 from raysim.state import Arrays, Buffers, ServerState
 from raysim.vector import Vector
 from raysim.weighting.base import Tally
@@ -322,10 +322,10 @@ class RayExecutor:
         raise RunError(f"{label}: the inputs of the fusion were lost {self._settings.retries + 1} times")
 
     def evaluate(self, params: Vector, buffers: Buffers, then: Callable[[Metrics], None]) -> None:
-        """Test a model, its shards of the test set spread over the scorers; `then` is told while later work goes on."""
+        """Test a model, the shards of the evaluation spread over the scorers; `then` is told while later work goes on."""
         setup = self._setup
         packed = self._traffic.put(Packed.of(ServerState(params))), self._traffic.put(Packed.of(buffers))
-        count = len(setup.evaluation_shards)
+        count = setup.num_evaluation_shards
         shards: dict[int, ShardPredictions] = {}
 
         def tested(done: Done) -> None:
@@ -334,7 +334,7 @@ class RayExecutor:
             shards[done.unit.key] = done.value
             if len(shards) == count:
                 self._tests -= 1
-                then(metrics_of(setup.test.labels, [shards[i] for i in range(count)], setup.input_spec.num_classes))
+                then(evaluation_metrics(setup, [shards[i] for i in range(count)]))
 
         self._tests += 1
         limit = self._settings.unit_timeout_s

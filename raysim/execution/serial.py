@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from raysim.cohort import Coefficients
-from raysim.evaluation import Metrics, metrics_of
+from raysim.evaluation import Metrics
 from raysim.execution.base import (
     Broadcast,
     FusedModel,
@@ -35,6 +35,7 @@ from raysim.execution.settings import ExecutionSettings
 from raysim.execution.work import (
     build_objective,
     evaluate_shard,
+    evaluation_metrics,
     fuse_models,
     probe_client,
     reference_at,
@@ -131,11 +132,11 @@ class SerialExecutor:
         return fuse_models(self._setup, self._objective, broadcast, merged, buffers, weights, updates)
 
     def evaluate(self, params: Vector, buffers: Buffers, then: Callable[[Metrics], None]) -> None:
-        """Metrics on the test set, shard by shard."""
+        """Metrics on the test set (and the validation set), shard by shard."""
         setup = self._setup
         packed = Packed.of(ServerState(params)), Packed.of(buffers)
-        shards = [evaluate_shard(setup, self._objective, *packed, i) for i in range(len(setup.evaluation_shards))]
-        then(metrics_of(setup.test.labels, shards, setup.input_spec.num_classes))
+        shards = [evaluate_shard(setup, self._objective, *packed, i) for i in range(setup.num_evaluation_shards)]
+        then(evaluation_metrics(setup, shards))
 
     def drain(self, limit_s: float = math.inf) -> None:
         """Nothing is ever left to wait for."""

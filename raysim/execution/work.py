@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raysim.algorithms.base import Coefficients
-from raysim.evaluation import ShardPredictions, predict_shard
+from raysim.evaluation import Metrics, ShardPredictions, metrics_of, predict_shard
 from raysim.execution.base import GROUP, Broadcast, FusedModel, GpuMemory, Packed, Setup, TrainReport, WorkItem
 from raysim.execution.faults import strike
 from raysim.fusion.base import Candidates
@@ -374,11 +374,24 @@ def fuse_models(
 def evaluate_shard(
     setup: Setup, objective: ModelObjective, server: Packed, buffers: Packed, shard: int
 ) -> ShardPredictions:
-    """Predictions of the global model on one shard of the test set, in evaluation mode."""
+    """Predictions of the global model on one shard of an evaluation, in evaluation mode."""
+    tests = len(setup.evaluation_shards)
+    images = setup.test if shard < tests else setup.validation
+    examples = setup.evaluation_shards[shard] if shard < tests else setup.validation_shards[shard - tests]
     with torch_settings(setup, objective.device):
-        bound = objective.on(setup.test)
+        bound = objective.on(images)
         bound.load(server.unpack(objective.device).params, buffers.unpack(objective.device))
-        return predict_shard(bound, setup.evaluation_shards[shard], setup.evaluation_batch_size)
+        return predict_shard(bound, examples, setup.evaluation_batch_size)
+
+
+def evaluation_metrics(setup: Setup, shards: Sequence[ShardPredictions]) -> Metrics:
+    """Metrics from the predictions on all shards of an evaluation, in their order."""
+    tests, classes = len(setup.evaluation_shards), setup.input_spec.num_classes
+    metrics = metrics_of(setup.test.labels, shards[:tests], classes)
+    if not setup.validation_shards:
+        return metrics
+    validation = metrics_of(setup.validation.labels, shards[tests:], classes)
+    return replace(metrics, validation_loss=validation.loss, validation_accuracy=validation.accuracy)
 
 
 def sum_updates(

@@ -103,7 +103,9 @@ class Heatmap:
         from PIL import Image
 
         x, y = corner
-        picture.paste(Image.fromarray(self._coloured(np.linspace(self.high, self.low, height)[:, None].repeat(14, 1))), corner)
+        picture.paste(
+            Image.fromarray(self._coloured(np.linspace(self.high, self.low, height)[:, None].repeat(14, 1))), corner
+        )
         draw.rectangle((x - 1, y - 1, x + 14, y + height), outline=_GREY)
         for value, text in self.ticks:
             at = y + (self.high - value) / (self.high - self.low) * (height - 1)
@@ -129,7 +131,9 @@ def _font() -> Any:
 @cache
 def _palette(anchors: str) -> np.ndarray:
     """[256, 3], uint8."""
-    known = np.array([[int(colour[at : at + 2], 16) for at in (0, 2, 4)] for colour in anchors.split()], dtype=np.float64)
+    known = np.array(
+        [[int(colour[at : at + 2], 16) for at in (0, 2, 4)] for colour in anchors.split()], dtype=np.float64
+    )
     place = np.linspace(0, len(known) - 1, 256)
     channels = [np.interp(place, np.arange(len(known)), channel) for channel in known.T]
     return np.stack(channels, axis=1).round().astype(np.uint8)

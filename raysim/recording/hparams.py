@@ -88,7 +88,9 @@ def _list(keys: Sequence[str], known: set[str]) -> str:
 def _sections_below(section: type, key: str) -> list[type]:
     """Every dataclass that a key of a section may hold; where there is a choice by `name`, all of them."""
     hint = typing.get_type_hints(section).get(key)
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    kinds = [
+        kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]
     return [family for kind in kinds for family in (kind, *_descendants(kind))]
 
 

@@ -46,9 +46,7 @@ class RoundMetrics:
 
     def of_round(self, round_record: RoundRecord, client_records: Sequence[ClientRecord]) -> dict[str, float]:
         """Every number that the round has, by tag. Called once per round, in order."""
-        return {
-            tag: value for tag, value in self._scalars(round_record, client_records) if value is not None
-        }
+        return {tag: value for tag, value in self._scalars(round_record, client_records) if value is not None}
 
     def _scalars(
         self, round_record: RoundRecord, client_records: Sequence[ClientRecord]
@@ -56,6 +54,8 @@ class RoundMetrics:
         yield "global/loss", round_record.loss
         yield "global/accuracy", round_record.accuracy
         yield "global/macro_f1", round_record.macro_f1
+        yield "global/validation_loss", round_record.validation_loss
+        yield "global/validation_accuracy", round_record.validation_accuracy
         if round_record.accuracy is not None:
             before, self._best = self._best, max(self._best, round_record.accuracy)
             yield "global/best_accuracy", self._best

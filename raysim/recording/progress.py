@@ -110,7 +110,7 @@ class _Cohort:
             return None
         self._done += 1
         left = (self.rounds - record.round_num) * (self._clock() - self._begin) / self._done
-        return _duration(left) if record.round_num < self.rounds else None
+        return duration(left) if record.round_num < self.rounds else None
 
 
 class PlainProgress:
@@ -258,6 +258,14 @@ def summary_table(records: Sequence[RoundRecord], *, folder: Path) -> Table:
         for label, value in (("macro-F1", last.macro_f1), ("loss", last.loss)):
             if value is not None:
                 table.add_row(label, f"{value:.4f}")
+        chosen = [record for record in evaluated if record.validation_accuracy is not None]
+        if chosen:
+            # The one accuracy of a run that was not picked by looking at it.
+            best = max(chosen, key=lambda record: record.validation_accuracy or 0.0)
+            text = (
+                f"{best.validation_accuracy:.4f} at best, in round {best.round_num}: test accuracy {best.accuracy:.4f}"
+            )
+            table.add_row("validation", text)
     if rounds:
         table.add_row("time per round", _times(rounds))
         table.add_row("pools", _pools(rounds))
@@ -308,7 +316,8 @@ def _pools(rounds: Sequence[RoundRecord]) -> str:
     return ", ".join(parts) or "-"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as `m:ss` or `h:mm:ss`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -103,6 +103,8 @@ class RoundRecord:
         macro_f1: Its F1 score, averaged over the classes.
         recall: Its recall per class, [K]; None for a class that the test set lacks.
         classes_present: Number of classes that the test set has.
+        validation_loss: Mean loss of the global model on the validation set, if `evaluation.validation` asks for it.
+        validation_accuracy: Its accuracy there.
         weight_max: Largest client weight.
         weight_entropy: Entropy of the client weights, natural logarithm.
         weight_error: Estimate of the total variation between the weights and those from the whole validation set; None
@@ -139,6 +141,8 @@ class RoundRecord:
     macro_f1: float | None = None
     recall: tuple[float | None, ...] | None = None
     classes_present: int | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
     weight_max: float | None = None
     weight_entropy: float | None = None
     weight_error: float | None = None

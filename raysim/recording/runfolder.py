@@ -1,4 +1,4 @@
-"""The folder of a run: claimed by exactly one run, tried before the work begins."""
+"""The folder of a run: claimed by exactly one run, tried before the work begins, and found again afterwards."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ def check_space(folder: Path, needed_bytes: int) -> None:
             f"output.dir: the run will write about {_size(needed_bytes)} to {folder}, {_size(free)} are free. "
             "Free some space, give another `output.dir`, or write fewer checkpoints (`output.checkpoint_every`)."
         )
+
+
+def find_runs(folder: Path, depth: int = 2) -> list[Path]:
+    """The run folders at or below a folder: those with a `config.yaml`, or with a `run.log` as long as they start."""
+    if (folder / "config.yaml").is_file() or (folder / "run.log").is_file():
+        return [folder]
+    if depth < 0:
+        return []
+    try:
+        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        return []
+    return [run for path in below for run in find_runs(Path(path), depth - 1)]
 
 
 def _refused(folder: Path, error: OSError) -> str:

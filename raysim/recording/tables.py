@@ -38,6 +38,11 @@ COLUMNS: Mapping[TableName, Mapping[str, tuple[Any, str]]] = {
         "macro_f1": (pa.float64(), "F1 score of the global model on the test set, averaged over the classes."),
         "recall": (pa.list_(pa.float64()), "Recall per class; null for a class that the test set lacks."),
         "classes_present": (pa.int32(), "Classes that the test set has."),
+        "validation_loss": (
+            pa.float64(),
+            "Mean loss of the global model on the validation set; null unless asked for.",
+        ),
+        "validation_accuracy": (pa.float64(), "Accuracy of the global model on the validation set, 0 to 1."),
         "weight_max": (pa.float64(), "Largest client weight."),
         "weight_entropy": (pa.float64(), "Entropy of the client weights, natural logarithm."),
         "weight_error": (

@@ -2,6 +2,7 @@
 
     global/loss  global/accuracy  global/macro_f1  global/recall/<class>      the global model on the test set
     global/best_accuracy  rounds_to/<50 .. 95>                                so far; the first round with that many per cent
+    global/validation_loss  global/validation_accuracy                        the same on the validation set, if asked for
     score/client_007  weight/client_007                                       each client, runs of up to 50 clients
     score/min  /p10  /median  /p90  /max  and the same below weight/          larger runs
     score/size_small  /size_medium  /size_large  and the same below weight/   medians; thirds of all clients by examples

@@ -119,7 +119,10 @@ def about(info: RunInfo) -> str:
         "grey did not take part.",
         "`heatmap/layer_norm`": "Images. Units by rounds: where in the model the gradient is.",
     }
-    lines = [f"**{_escaped(info.name)}**: step = round, up to {info.rounds}. **Custom Scalars** has these curves side by side.", ""]
+    lines = [
+        f"**{_escaped(info.name)}**: step = round, up to {info.rounds}. **Custom Scalars** has these curves side by side.",
+        "",
+    ]
     lines += ["| tag | meaning |", "|---|---|", *(f"| {tag} | {meaning} |" for tag, meaning in rows.items())]
     return "\n".join(lines) + "\n"
 
@@ -157,7 +160,9 @@ def _layout(*, each_client: bool) -> Any:
         return pb.Chart(title=title, multiline=pb.MultilineChartContent(tag=[f"^{one}$" for one in expressions]))
 
     def band(title: str, *series: tuple[str, str, str]) -> Any:
-        content = [pb.MarginChartContent.Series(value=value, lower=lower, upper=upper) for value, lower, upper in series]
+        content = [
+            pb.MarginChartContent.Series(value=value, lower=lower, upper=upper) for value, lower, upper in series
+        ]
         return pb.Chart(title=title, margin=pb.MarginChartContent(series=content))
 
     def of_clients(name: str) -> list[Any]:
@@ -174,7 +179,11 @@ def _layout(*, each_client: bool) -> Any:
     groups = {
         "global": [
             lines("accuracy (test)", "global/accuracy"),
-            lines("accuracy: test and best so far; clients on the validation set", "global/(best_)?accuracy", "validation/accuracy_median"),
+            lines(
+                "accuracy: test and best so far; clients on the validation set",
+                "global/(best_)?accuracy",
+                "validation/accuracy_median",
+            ),
             lines("macro F1 (test)", "global/macro_f1"),
             lines("loss: test; clients on the validation set", "global/loss", "validation/loss_median"),
             lines("recall of each class (test)", "global/recall/.+"),
@@ -221,7 +230,8 @@ def _session_start(hparams: Mapping[str, Value]) -> list[Any]:
         start.hparams[path].CopyFrom(ProtoValue(**field))
         infos.append(info)
     metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=title) for tag, title in LISTED_METRICS.items()
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=title)
+        for tag, title in LISTED_METRICS.items()
     ]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=start.start_time_secs)
     return [

@@ -38,6 +38,7 @@ METHODS = {
     ],
     "kept scores": ["scoring={subset: {images: 40}, rescore_every: 2}", "client.per_round=15"],
     "last block": ["weighting={name: fedvg, granularity: module, scope: last_block}"],
+    "evaluated on the validation set, too": ["evaluation={validation: true, batch_size: 8}"],
     "adam with a schedule": ["client.optimizer={name: adam, schedule: {name: cosine}}"],
 }
 
@@ -76,5 +77,8 @@ def test_every_method_gives_the_bits_of_serial(tmp_path, session, method):
     parallel = raysim.run(QUICKSTART, settings(tmp_path, "ray", *few, *actors, rounds=3), session=session)
     serial = run(tmp_path, "serial", *few, rounds=3, backend="serial")
     assert checksums(parallel) == checksums(serial)
-    for table, columns in (("rounds", ["weight_error", "scored_images"]), ("clients", ["score", "score_age"])):
+    for table, columns in (
+        ("rounds", ["weight_error", "scored_images", "validation_loss", "validation_accuracy"]),
+        ("clients", ["score", "score_age"]),
+    ):
         assert getattr(parallel, table).select(columns).equals(getattr(serial, table).select(columns))

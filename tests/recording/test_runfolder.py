@@ -10,7 +10,7 @@ import pytest
 
 from raysim.errors import ConfigError
 from raysim.recording import runfolder
-from raysim.recording.runfolder import check_space, claim
+from raysim.recording.runfolder import check_space, claim, find_runs
 
 
 def test_claim_creates_the_folder_and_its_parents(tmp_path):
@@ -75,3 +75,16 @@ def test_space(tmp_path, monkeypatch):
     monkeypatch.setattr(runfolder.shutil, "disk_usage", lambda place: SimpleNamespace(free=3_000_000))
     with pytest.raises(ConfigError, match=r"about 1\.2 GB .* 3\.0 MB are free"):
         check_space(tmp_path / "run", 1_200_000_000)
+
+
+def test_run_folders_are_found_two_levels_down_and_not_inside_runs(tmp_path):
+    shallow, deep = tmp_path / "läuft noch", tmp_path / "sweep" / "points" / "a b"
+    for folder in (shallow, deep, deep / "inner", tmp_path / ".hidden"):
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+    starting = tmp_path / "starting"
+    starting.mkdir()
+    (starting / "run.log").touch()
+    assert find_runs(tmp_path) == [shallow, starting, deep]
+    assert find_runs(deep) == [deep]
+    assert find_runs(tmp_path / "not there") == []
