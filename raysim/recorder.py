@@ -108,6 +108,7 @@ class Recorder:
             config=plain,
             config_yaml=config.as_yaml(),
             hparams=pick(plain, output.hparams),
+            study=output.hparams if isinstance(output.hparams, Mapping) else {},
         )
         self._loggers = open_loggers(info, [*(["tensorboard"] if output.tensorboard else []), *output.loggers], say)
 

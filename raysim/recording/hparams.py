@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEFAULT_HPARAMS = (
@@ -39,7 +39,7 @@ def path_problems(root: type, paths: Sequence[str]) -> list[str]:
     return [problem for path in paths if (problem := _problem(root, path))]
 
 
-def pick(plain: Mapping[str, Any], paths: Sequence[str] | None) -> dict[str, Value]:
+def pick(plain: Mapping[str, Any], paths: Iterable[str] | None) -> dict[str, Value]:
     """The values at the paths, without those that are null or that this run does not have.
 
     Args:
@@ -88,9 +88,12 @@ def _list(keys: Sequence[str], known: set[str]) -> str:
 def _sections_below(section: type, key: str) -> list[type]:
     """Every dataclass that a key of a section may hold; where there is a choice by `name`, all of them."""
     hint = typing.get_type_hints(section).get(key)
-    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    kinds = [
+        kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]
     return [family for kind in kinds for family in (kind, *_descendants(kind))]
 
 
 def _descendants(kind: type) -> list[type]:
-    return [below for child in kind.__subclasses__() for below in (child, *_descendants(child))]
+    children: list[type] = kind.__subclasses__()
+    return [below for child in children for below in (child, *_descendants(child))]

@@ -46,9 +46,7 @@ class RoundMetrics:
 
     def of_round(self, round_record: RoundRecord, client_records: Sequence[ClientRecord]) -> dict[str, float]:
         """Every number that the round has, by tag. Called once per round, in order."""
-        return {
-            tag: value for tag, value in self._scalars(round_record, client_records) if value is not None
-        }
+        return {tag: value for tag, value in self._scalars(round_record, client_records) if value is not None}
 
     def _scalars(
         self, round_record: RoundRecord, client_records: Sequence[ClientRecord]
