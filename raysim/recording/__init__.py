@@ -27,7 +27,7 @@ class OutputSettings(Section):
     dir: Path = Path("runs")
     tensorboard: bool = True
     loggers: tuple[Literal["mlflow", "wandb"], ...] = ()
-    hparams: tuple[str, ...] | Mapping[str, tuple[bool | int | float | str, ...]] | None = None
+    hparams: tuple[str, ...] | Mapping[str, tuple[bool | int | float | str | None, ...]] | None = None
     checkpoint_every: NonNegativeInt = 1
 
     def __post_init__(self) -> None:

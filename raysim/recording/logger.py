@@ -38,7 +38,7 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_yaml: str = ""
     hparams: Mapping[str, Value] = field(default_factory=dict)
-    study: Mapping[str, Sequence[Value]] = field(default_factory=dict)
+    study: Mapping[str, Sequence[Value | None]] = field(default_factory=dict)
     resume_round: int | None = None
 
 

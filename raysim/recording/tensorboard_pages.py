@@ -204,7 +204,7 @@ def _layout(*, each_client: bool) -> Any:
     return _plugin_value(_LAYOUT_TAG, "custom_scalars", tensor)
 
 
-def _session_start(hparams: Mapping[str, Value], study: Mapping[str, Sequence[Value]]) -> list[Any]:
+def _session_start(hparams: Mapping[str, Value], study: Mapping[str, Sequence[Value | None]]) -> list[Any]:
     """The run's row on the page HParams, and that page's columns.
 
     TensorBoard takes the columns from the first run it finds, whose values are not those of the others. So a key whose values
@@ -216,7 +216,7 @@ def _session_start(hparams: Mapping[str, Value], study: Mapping[str, Sequence[Va
 
     columns, start = [], SessionStartInfo(start_time_secs=time.time())
     for path in dict.fromkeys([*study, *hparams]):
-        values = [_shown(path, value) for value in study.get(path, ())]
+        values = [_shown(path, value) for value in study.get(path, ()) if value is not None]
         domain = list(values)
         if path in hparams:
             values.append(own := _shown(path, hparams[path]))
