@@ -96,10 +96,10 @@ def about(info: RunInfo) -> str:
     """A guide to the tags, in Markdown, with the run's own numbers."""
     bounds = size_bounds(info.client_sizes)
     sizes = (
-        f"Medians of the third of all clients with the fewest training examples (`small`, up to {bounds[0]:.0f}), of the next "
-        f"(`medium`, up to {bounds[1]:.0f}) and of the last (`large`): do large clients dominate?"
+        f"Medians of the third of all clients with the fewest training examples (`small`, up to {bounds[0]}), of the next "
+        f"(`medium`, up to {bounds[1]}) and of the last (`large`): do large clients dominate?"
         if bounds
-        else "Not here: all clients have the same number of training examples."
+        else "Not here: most clients have the same number of training examples."
     )
     clients = len(info.client_sizes)
     each = "one curve per client" if clients <= MAX_CLIENT_CURVES else "quantiles over the cohort"
