@@ -18,6 +18,14 @@ from raysim.recording.loggers import Loggers, check_installed, open_loggers
 FEW = ("model.name=mlp", "client.per_round=3", "client.local_epochs=1", "output.checkpoint_every=0")
 
 
+def foreign(test):
+    """Of another package: slow to load, and what packages warn each other of is not for us."""
+    ignored = ("Deprecation", "PendingDeprecation", "Future", "Resource")
+    for kind in (*(f"{name}Warning" for name in ignored), "pytest.PytestUnraisableExceptionWarning"):
+        test = pytest.mark.filterwarnings(f"ignore::{kind}")(test)
+    return pytest.mark.slow(test)
+
+
 def names(folder, **fields):
     values = {"name": "run", "rounds": 2, "class_names": ["a"], "unit_names": ["u"], "client_sizes": [1, 2]}
     return RunInfo(folder=folder, **{**values, **fields})
@@ -98,11 +106,12 @@ def test_a_full_disk_under_tensorboard_does_not_end_the_run(tmp_path, monkeypatc
     monkeypatch.setattr("raysim.recording.tensorboard.TensorBoardWriter.write_round", full)
     record = runs.run(tmp_path, "run", *FEW, rounds=3, backend="serial")
     assert record.result["status"] == "finished"
-    assert len(record.rounds) == 4
+    assert len(record.rounds) == 3
     log = (record.folder / "run.log").read_text(encoding="utf-8")
     assert log.count("TensorBoard is not written any more: Cannot write tensorboard: No space left on device.") == 1
 
 
+@foreign
 def test_mlflow_has_the_numbers_of_the_tables(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
@@ -117,7 +126,7 @@ def test_mlflow_has_the_numbers_of_the_tables(tmp_path, monkeypatch):
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["client.optimizer.lr"] == "0.05"
     accuracy = [(one.step, one.value) for one in client.get_metric_history(run_id, "global/accuracy")]
-    assert sorted(accuracy) == list(enumerate(record.rounds["accuracy"].to_pylist()))
+    assert sorted(accuracy)[1:] == list(enumerate(record.rounds["accuracy"].to_pylist(), 1))
     assert run.data.metrics["result/seconds_per_round"] == pytest.approx(record.result["seconds_per_round"])
 
 
@@ -173,6 +182,7 @@ class Server:
         self._server.server_close()
 
 
+@foreign
 def test_an_mlflow_server_that_goes_away(tmp_path, make_round, monkeypatch):
     pytest.importorskip("mlflow")
     said = []
@@ -188,6 +198,7 @@ def test_an_mlflow_server_that_goes_away(tmp_path, make_round, monkeypatch):
     assert text.startswith("MLflow is not written any more: ")
 
 
+@foreign
 def test_an_mlflow_server_that_is_away_is_found_before_round_1(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
@@ -197,22 +208,26 @@ def test_an_mlflow_server_that_is_away_is_found_before_round_1(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+@foreign
 def test_wandb_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     record = runs.run(tmp_path, "run", *FEW, "output.loggers=[wandb]", rounds=2, backend="serial")
     assert "not written any more" not in (record.folder / "run.log").read_text(encoding="utf-8")
     assert list((record.folder / "wandb").glob("offline-run-*/*.wandb"))
     assert (record.folder / "wandb.json").is_file()
+    wandb.teardown()
+    os.environ.pop("WANDB_SERVICE", None)  # Its own way to find its process.
 
 
+@foreign
 def test_wandb_without_login_is_found_before_round_1(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="output.loggers: wandb: nobody is logged in; run `wandb login`"):
+    with pytest.raises(ConfigError, match=r"output.loggers: wandb: nobody is logged in; run `wandb login`"):
         open_loggers(names(tmp_path), ["wandb"], print)
 
 
