@@ -141,7 +141,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"client.per_round: {self.client.per_round} exceeds partition.clients: {self.partition.clients}"
             )
-        if problems := path_problems(type(self), self.output.hparams or ()):
+        if problems := path_problems(type(self), tuple(self.output.hparams or ())):
             raise ValueError(f"output.hparams: {'; '.join(problems)}")
         self.algorithm.check(self.client)
         assert self.weighting is not None

@@ -118,6 +118,7 @@ class Recorder:
             config_yaml=config.as_yaml(),
             hparams=pick(plain, output.hparams),
             resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
+            study=output.hparams if isinstance(output.hparams, Mapping) else {},
         )
         self._loggers = open_loggers(info, [*(["tensorboard"] if output.tensorboard else []), *output.loggers], say)
 

@@ -24,9 +24,9 @@ VIRIDIS = "440154 482475 414487 355f8d 2a788e 21908d 22a884 44bf70 7ad151 bddf26
 
 _BLANK = (208, 208, 208)
 _INK, _GREY = (30, 30, 30), (110, 110, 110)
-_WIDTH, _HEIGHT = 620, 420  # Of the table, in pixels, at most.
+_WIDTH, _HEIGHT = 420, 420  # Of the table, in pixels, at most.
 _CELL = 4  # Width and height of the smallest cell that an eye finds among blank ones, in pixels.
-_FONT = 13
+_FONT = 15
 _MAX_NAME = 26
 
 
@@ -66,27 +66,27 @@ class Heatmap:
         rows = self.rows if per_row == 1 else f"{self.rows}, {per_row} per row"
         columns = "round" if per_column == 1 else f"round, {per_column} per column"
         cell_y = max(1, min(24, _HEIGHT // table.shape[0]))
-        cell_x = max(1, min(48, _WIDTH // table.shape[1]))
+        cell_x = max(1, min(40, _WIDTH // table.shape[1]))
         colours = self._coloured(table).repeat(cell_y, axis=0).repeat(cell_x, axis=1)
         height, width = colours.shape[:2]
         shown = _spread(len(self.names), max(1, height // (_FONT + 3)))
         named = [(row, _short(self.names[row])) for row in shown]
         left = 20 + _FONT + max((int(_font().getlength(text)) for _, text in named), default=0)
         top, bar_x = 34, left + width + 16
-        size = (max(bar_x + 90, left + int(_font().getlength(self.title)) + 12), top + max(height, 150) + 44)
+        size = (max(bar_x + 84, left + int(_font().getlength(self.title)) + 12), top + max(height, 150) + 48)
         picture = Image.new("RGB", size, (255, 255, 255))
         picture.paste(Image.fromarray(colours), (left, top))
         draw = ImageDraw.Draw(picture)
         draw.rectangle((left - 1, top - 1, left + width, top + height), outline=_GREY)
-        draw.text((left, top - 10), self.title, _INK, _font(), anchor="ls")
+        draw.text((left, top - 12), self.title, _INK, _font(), anchor="ls")
         for row, text in named:
             y = top + (row / per_row + 0.5 / max(per_row, 1)) * cell_y
             draw.text((left - 7, y), text, _INK, _font(), anchor="rm")
-        for column in _ticks(self.first, self.values.shape[1], max(2, width // 36)):
+        for column in _ticks(self.first, self.values.shape[1], max(2, width // 40)):
             x = left + ((column - self.first) / per_column + 0.5 / per_column) * cell_x
             draw.line((x, top + height, x, top + height + 4), _GREY)
             draw.text((x, top + height + 6), str(column), _INK, _font(), anchor="mt")
-        draw.text((left + width / 2, top + height + 24), columns, _INK, _font(), anchor="mt")
+        draw.text((left + width / 2, top + height + 26), columns, _INK, _font(), anchor="mt")
         _write_upwards(picture, rows, (2, top), height)
         self._draw_bar(picture, draw, (bar_x, top), max(height, 150))
         buffer = io.BytesIO()

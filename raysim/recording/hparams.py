@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DEFAULT_HPARAMS = (
@@ -39,7 +39,7 @@ def path_problems(root: type, paths: Sequence[str]) -> list[str]:
     return [problem for path in paths if (problem := _problem(root, path))]
 
 
-def pick(plain: Mapping[str, Any], paths: Sequence[str] | None) -> dict[str, Value]:
+def pick(plain: Mapping[str, Any], paths: Iterable[str] | None) -> dict[str, Value]:
     """The values at the paths, without those that are null or that this run does not have.
 
     Args:
@@ -95,4 +95,5 @@ def _sections_below(section: type, key: str) -> list[type]:
 
 
 def _descendants(kind: type) -> list[type]:
-    return [below for child in kind.__subclasses__() for below in (child, *_descendants(child))]
+    children: list[type] = kind.__subclasses__()
+    return [below for child in children for below in (child, *_descendants(child))]

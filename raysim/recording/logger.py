@@ -22,6 +22,7 @@ class RunInfo:
         config: The resolved configuration as plain values.
         config_yaml: The same as YAML.
         hparams: The values that tell the runs of a study apart, by key path.
+        study: All values in the study of the keys that tell its runs apart, where they are known.
         class_names: Name of each class, [K].
         unit_names: Name of each unit that scores are taken over, [U].
         client_sizes: Training examples of each client, [N].
@@ -37,6 +38,7 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_yaml: str = ""
     hparams: Mapping[str, Value] = field(default_factory=dict)
+    study: Mapping[str, Sequence[Value | None]] = field(default_factory=dict)
     resume_round: int | None = None
 
 

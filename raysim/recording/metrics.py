@@ -113,13 +113,16 @@ def escape(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def size_bounds(client_sizes: Sequence[int]) -> tuple[float, float] | None:
-    """Training examples up to which a client is small and up to which it is medium: thirds of those that have any."""
-    sizes = np.array([size for size in client_sizes if size > 0])
-    if not len(sizes) or sizes.min() == sizes.max():
+def size_bounds(client_sizes: Sequence[int]) -> tuple[int, int] | None:
+    """Training examples up to which a client is small and up to which it is medium: thirds of those that have any.
+
+    None if two thirds or more have as many as the largest.
+    """
+    sizes = np.sort([size for size in client_sizes if size > 0])
+    if not len(sizes):
         return None
-    low, high = np.quantile(sizes, (1 / 3, 2 / 3), method="lower").tolist()
-    return low, high
+    low, high = (int(sizes[(number * len(sizes) - 1) // 3]) for number in (1, 2))
+    return (low, high) if low < sizes[-1] else None
 
 
 def unit_norms(client_records: Sequence[ClientRecord]) -> np.ndarray | None:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,6 @@ class MlflowLogger:
     """
 
     def __init__(self, info: RunInfo) -> None:
-        # Before a run begins, a server that is away should not be waited for as long as MLflow would (minutes).
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -51,12 +48,12 @@ class MlflowLogger:
         local = None if os.environ.get("MLFLOW_TRACKING_URI") else info.folder.parent
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{info.folder.parent / 'mlflow.db'}"
         try:
-            with _one_at_a_time(local):
+            with _impatient(), _one_at_a_time(local):
                 self._client: Any = MlflowClient(tracking_uri=uri)
                 experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "raysim", local)
-            self._run_id = self._open(info, experiment)
-            if info.resume_round is None:
-                params = [Param(key, _text(value)[:_LONGEST_PARAM]) for key, value in flat(info.config).items()]
+                self._run_id = self._open(info, experiment)
+                settings = flat(info.config) if info.resume_round is None else {}
+                params = [Param(key, _text(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
                 for start in range(0, len(params), _PARAMS_PER_CALL):
                     self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
         except Exception as error:
@@ -117,7 +114,20 @@ def _text(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path | None) -> Any:
+def _impatient() -> Iterator[None]:
+    """Before round 1 a server that is away is not waited for as long as MLflow would (minutes), unless the user says so."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+    own = [name for name in limits if name not in os.environ]
+    os.environ.update({name: limits[name] for name in own})
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path | None) -> Iterator[None]:
     """Runs that start at the same moment must not both create the tables of one database."""
     if folder is None:
         yield

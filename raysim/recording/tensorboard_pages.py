@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def opening(info: RunInfo) -> list[Any]:
         _text("about", about(info)),
         # Indented text is code in Markdown, whatever characters it has.
         _text("config", "".join(f"    {line}\n" for line in info.config_yaml.splitlines())),
-        *_session_start(info.hparams),
+        *_session_start(info.hparams, info.study),
     ]
 
 
@@ -96,10 +96,10 @@ def about(info: RunInfo) -> str:
     """A guide to the tags, in Markdown, with the run's own numbers."""
     bounds = size_bounds(info.client_sizes)
     sizes = (
-        f"Medians of the third of all clients with the fewest training examples (`small`, up to {bounds[0]:.0f}), of the next "
-        f"(`medium`, up to {bounds[1]:.0f}) and of the last (`large`): do large clients dominate?"
+        f"Medians of the third of all clients with the fewest training examples (`small`, up to {bounds[0]}), of the next "
+        f"(`medium`, up to {bounds[1]}) and of the last (`large`): do large clients dominate?"
         if bounds
-        else "Not here: all clients have the same number of training examples."
+        else "Not here: most clients have the same number of training examples."
     )
     clients = len(info.client_sizes)
     each = "one curve per client" if clients <= MAX_CLIENT_CURVES else "quantiles over the cohort"
@@ -115,8 +115,8 @@ def about(info: RunInfo) -> str:
         "`time/`": "Seconds: training, the wait for the last score, aggregation, test, checkpoint, and the whole round.",
         "`pool/`": "Share of the time that client and scorer processes work; bytes that the driver moved over the network.",
         "`fault/`": "Work that was run again; clients that failed, were left out, or had no data.",
-        "`heatmap/weight`": "Images. Clients (largest on top) by rounds: orange counts more than an equal share, purple less, "
-        "grey did not take part.",
+        "`heatmap/weight`": "Images (*Show actual image size*). Clients, largest on top, by rounds: orange counts more than "
+        "an equal share, purple less, grey did not take part.",
         "`heatmap/layer_norm`": "Images. Units by rounds: where in the model the gradient is.",
     }
     lines = [
@@ -180,12 +180,13 @@ def _layout(*, each_client: bool) -> Any:
         "global": [
             lines("accuracy (test)", "global/accuracy"),
             lines(
-                "accuracy: test and best so far; clients on the validation set",
-                "global/(best_)?accuracy",
+                "accuracy: best so far (test), global and clients (validation)",
+                "global/best_accuracy",
+                "global/validation_accuracy",
                 "validation/accuracy_median",
             ),
             lines("macro F1 (test)", "global/macro_f1"),
-            lines("loss: test; clients on the validation set", "global/loss", "validation/loss_median"),
+            lines("loss: test, clients (validation)", "global/loss", "validation/loss_median"),
             lines("recall of each class (test)", "global/recall/.+"),
         ],
         "scores": of_clients("score"),
@@ -196,10 +197,7 @@ def _layout(*, each_client: bool) -> Any:
         ],
         "layers": [lines("norm of the validation gradient by unit", "layer/.+/norm_median")],
         "time": [lines("seconds by part of a round", "time/(?!round$).+"), lines("seconds per round", "time/round")],
-        "pools": [
-            lines("utilisation of clients and scorers", "pool/.+/utilisation"),
-            lines("bytes through the driver", "pool/driver_bytes"),
-        ],
+        "pools": [lines("utilisation of clients and scorers", "pool/.+/utilisation")],
         "faults": [lines("clients and units of work", "fault/.+")],
     }
     layout = pb.Layout(category=[pb.Category(title=title, chart=charts) for title, charts in groups.items()])
@@ -207,37 +205,49 @@ def _layout(*, each_client: bool) -> Any:
     return _plugin_value(_LAYOUT_TAG, "custom_scalars", tensor)
 
 
-def _session_start(hparams: Mapping[str, Value]) -> list[Any]:
+def _session_start(hparams: Mapping[str, Value], study: Mapping[str, Sequence[Value | None]]) -> list[Any]:
     """The run's row on the page HParams, and that page's columns.
 
-    TensorBoard takes the columns from the first run it finds, whose values are not those of the others: so a key with
-    numbers has no bounds and one with text no list of values, and both have a filter that takes any.
+    TensorBoard takes the columns from the first run it finds, whose values are not those of the others. So a key whose values
+    in the whole study are not known has no bounds: its filter takes any number, and text has none.
     """
-    from google.protobuf.struct_pb2 import Value as ProtoValue
     from tensorboard.plugins.hparams import api_pb2
     from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
-    infos, start = [], SessionStartInfo(start_time_secs=time.time())
-    for path, value in hparams.items():
-        info = api_pb2.HParamInfo(name=path, differs=True)
-        if isinstance(value, bool):
-            info.type, field = api_pb2.DATA_TYPE_BOOL, {"bool_value": value}
-        elif isinstance(value, int | float):
-            info.type, field = api_pb2.DATA_TYPE_FLOAT64, {"number_value": value}
-        else:
-            info.type, field = api_pb2.DATA_TYPE_STRING, {"string_value": value}
-        start.hparams[path].CopyFrom(ProtoValue(**field))
-        infos.append(info)
+    columns, start = [], SessionStartInfo(start_time_secs=time.time())
+    for path in dict.fromkeys([*study, *hparams]):
+        values = [_shown(path, value) for value in study.get(path, ()) if value is not None]
+        domain = list(values)
+        if path in hparams:
+            values.append(own := _shown(path, hparams[path]))
+            field = {bool: "bool_value", float: "number_value", str: "string_value"}[type(own)]
+            setattr(start.hparams[path], field, own)
+        kinds = {type(value) for value in values}
+        kind = api_pb2.DATA_TYPE_STRING
+        if kinds == {bool}:
+            kind = api_pb2.DATA_TYPE_BOOL
+        elif kinds == {float}:
+            kind = api_pb2.DATA_TYPE_FLOAT64
+        column = api_pb2.HParamInfo(name=path, type=kind, differs=True)
+        column.domain_discrete.extend(domain)
+        columns.append(column)
     metrics = [
         api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=title)
         for tag, title in LISTED_METRICS.items()
     ]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=start.start_time_secs)
+    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics, time_created_secs=start.start_time_secs)
     return [
         _hparams(EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
         _hparams(SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start)),
     ]
+
+
+def _shown(path: str, value: Value) -> Value:
+    """Numbers as numbers; a seed is a name: "1", where a number would be shown as 1.0000."""
+    return (
+        value if isinstance(value, bool) else str(value) if isinstance(value, str) or path == "seed" else float(value)
+    )
 
 
 def _hparams(tag: str, data: Any) -> Any:
