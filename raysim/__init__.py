@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysim.config import RunConfig, load_config
     from raysim.simulation import RunRecord, Session, load, run
+    from raysim.tuning import tune
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "run"]
+__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "run", "tune"]
 
 _HOMES = {
     "RunConfig": "raysim.config",
@@ -26,6 +27,7 @@ _HOMES = {
     "Session": "raysim.simulation",
     "load": "raysim.simulation",
     "run": "raysim.simulation",
+    "tune": "raysim.tuning",
 }
 
 

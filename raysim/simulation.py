@@ -347,6 +347,11 @@ def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress:
     """
     config, state, algorithm = prepared.config, prepared.initial, prepared.setup.algorithm
     committed: deque[RoundRecord] = deque()
+    then: list[Callable[[RoundRecord], None]] = [committed.append, progress.round_finished]
+    if config.execution.prometheus:
+        from raysim.execution.ray_metrics import RunMetrics
+
+        then.append(RunMetrics(config.name, config.rounds).round_finished)
     executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
     try:
         while state.round_num < config.rounds:
@@ -357,7 +362,7 @@ def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress:
             executor.drain()
             _tell(round_num, result, progress)
             state = recorder.within_budget(result.state)
-            ending = _Ending(result, recorder, begun, then=[committed.append, progress.round_finished])
+            ending = _Ending(result, recorder, begun, then)
             if round_num % config.evaluation.every == 0 or round_num == config.rounds:
                 executor.evaluate(algorithm.evaluated(state.server), state.buffers, ending.commit)
             else:
