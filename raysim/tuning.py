@@ -91,11 +91,9 @@ def tune(
         ConfigError: Ray Tune is not installed, a setting is wrong, or a trial does not fit on the cluster.
     """
     try:
-        from raysim.execution.ray_tune import search
+        from raysim.execution.ray_tune import domains_of, example_of, search
     except ImportError as error:
         raise ConfigError(f'raysim.tune needs Ray Tune ({error}); run: pip install "raysim[tune]"') from error
-    from ray import tune as ray_tune
-
     from raysim.execution.ray_connection import connect
 
     values, places = read_yaml(Path(config))
@@ -105,12 +103,9 @@ def tune(
     if base.execution.backend != "ray":
         raise ConfigError("execution.backend: raysim.tune needs ray")
     values = _settled(values, base)
-    domains = {
-        key: ray_tune.choice(list(given)) if isinstance(given, list | tuple) else given for key, given in space.items()
-    }
-    with_settings(
-        values, {key: _example(domain) for key, domain in domains.items()}, "trial"
-    )  # For its errors, before anything starts.
+    domains = domains_of(space)
+    examples = {key: example_of(domain) for key, domain in domains.items()}
+    with_settings(values, examples, "trial")  # For its errors, before anything starts.
     folder = base.output.dir / base.name
     if folder.exists():
         raise ConfigError(
@@ -139,13 +134,6 @@ def tune(
     return sorted(
         trials, key=lambda trial: -1.0 if trial.validation_accuracy is None else trial.validation_accuracy, reverse=True
     )
-
-
-def _example(domain: Any) -> Any:
-    """One of the values that Tune may draw."""
-    if isinstance(domain, Mapping) and "grid_search" in domain:
-        return domain["grid_search"][0]
-    return domain.sample() if hasattr(domain, "sample") else domain
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> RunConfig:

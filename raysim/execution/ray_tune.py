@@ -156,6 +156,18 @@ def search(
     return [None if result.error is None else str(result.error) for result in tuner.fit()]
 
 
+def domains_of(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Tune's own domains; a list is drawn from."""
+    return {key: tune.choice(list(given)) if isinstance(given, list | tuple) else given for key, given in space.items()}
+
+
+def example_of(domain: Any) -> Any:
+    """One of the values that Tune may draw."""
+    if isinstance(domain, Mapping) and "grid_search" in domain:
+        return domain["grid_search"][0]
+    return domain.sample() if hasattr(domain, "sample") else domain
+
+
 def check_fit(bundles: Sequence[Mapping[str, float]]) -> None:
     """Refuse bundles that no placement on the cluster's nodes, were they empty, has room for."""
     nodes = [{"CPU": node.cpus, "GPU": node.gpus} for node in cluster_nodes()]
