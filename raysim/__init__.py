@@ -14,20 +14,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig, load_config
-    from raysim.runrecord import RunRecord, load
+    from raysim.runrecord import RunRecord, load, load_all
     from raysim.simulation import Session, resume, run
+    from raysim.tuning import tune
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "resume", "run"]
+__all__ = [
+    "RunConfig",
+    "RunRecord",
+    "Session",
+    "__version__",
+    "load",
+    "load_all",
+    "load_config",
+    "resume",
+    "run",
+    "tune",
+]
 
 _HOMES = {
     "RunConfig": "raysim.config",
     "load_config": "raysim.config",
     "RunRecord": "raysim.runrecord",
     "load": "raysim.runrecord",
+    "load_all": "raysim.runrecord",
     "Session": "raysim.simulation",
     "resume": "raysim.simulation",
     "run": "raysim.simulation",
+    "tune": "raysim.tuning",
 }
 
 

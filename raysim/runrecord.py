@@ -15,6 +15,7 @@ from raysim.config import RunConfig, load_config
 from raysim.data.partition import Partition
 from raysim.errors import ConfigError
 from raysim.recording.records import RoundRecord
+from raysim.recording.runfolder import find_runs
 from raysim.recording.tables import read_rounds, read_table
 
 
@@ -92,6 +93,18 @@ def load(folder: str | Path) -> RunRecord:
     if not path.is_file():
         raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml)")
     return RunRecord(folder, load_config(path), result_of(folder))
+
+
+def load_all(folder: str | Path) -> list[RunRecord]:
+    """The records of all runs at or below a folder, of a sweep, for example; by path.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    paths = find_runs(Path(folder))
+    if not paths:
+        raise ConfigError(f"{folder}: holds no run (no config.yaml, there or in the folders below)")
+    return [load(path) for path in paths]
 
 
 def result_of(folder: Path) -> dict[str, Any]:

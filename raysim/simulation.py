@@ -338,6 +338,11 @@ def rounds(
     """
     config, algorithm = prepared.config, prepared.setup.algorithm
     committed: deque[RoundRecord] = deque()
+    then: list[Callable[[RoundRecord], None]] = [committed.append, progress.round_finished]
+    if config.execution.prometheus:
+        from raysim.execution.ray_metrics import RunMetrics
+
+        then.append(RunMetrics(config.name, config.rounds).round_finished)
     if state.round_num == 0:
         executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
     try:
@@ -349,7 +354,7 @@ def rounds(
             executor.drain()
             _tell(round_num, result, progress)
             state = recorder.within_budget(result.state)
-            ending = _Ending(result, recorder, begun, then=[committed.append, progress.round_finished])
+            ending = _Ending(result, recorder, begun, then)
             if round_num % config.evaluation.every == 0 or round_num == config.rounds:
                 executor.evaluate(algorithm.evaluated(state.server), state.buffers, ending.commit)
             else:

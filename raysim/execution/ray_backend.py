@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,9 @@ from raysim.execution.ray_pool import ActorLost, InputLost, Ref, Unit, UnitFaile
 class RayBackend:
     """Makes actors and asks them; what `ray_pool` calls a backend."""
 
-    def __init__(self, plan: Plan, setup_ref: Any, group: PlacementGroup | None) -> None:
+    def __init__(self, plan: Plan, setup_ref: Any, group: PlacementGroup | None, first: Mapping[str, int]) -> None:
         self._plan = plan
+        self._first = first  # Bundle of the first actor of a role in the group; a role that is not in it has none.
         self.setup_ref = setup_ref
         self._group = group
         self._run_id = uuid.uuid4().hex[:8]
@@ -44,12 +45,12 @@ class RayBackend:
         options: dict[str, Any] = {"name": f"raysim/{self._run_id}/{slot}.{generation}"}
         if role == "scorer":
             options |= {"num_cpus": plan.scorer_cpus, "num_gpus": ray_gpus(plan.scorer_gpus)}
-            if self._group is not None:
-                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=int(index)
-                )
         else:
             options |= {"num_cpus": plan.client_cpus, "num_gpus": ray_gpus(plan.client_gpus)}
+        if self._group is not None and role in self._first:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._first[role] + int(index)
+            )
         actor_class: Any = WorkActor
         self._actors[slot] = actor_class.options(**options).remote(self.setup_ref, slot)
         ref: Ref = self._actors[slot].hello.remote()

@@ -7,10 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from raysim.errors import ConfigError
 from raysim.execution.ray_plan import STORE_FULL, Node, Plan, local_nodes
@@ -20,6 +23,24 @@ logger = logging.getLogger("raysim.ray")
 
 TELL_AFTER_S = 3.0
 """Shorter waits are not worth a word: actors that were just ended hold their resources for a moment."""
+
+
+_GROUP: ContextVar[PlacementGroup | None] = ContextVar("group", default=None)
+
+
+@contextmanager
+def inside_group(group: PlacementGroup) -> Iterator[None]:
+    """Runs in this block live in a placement group: a bundle for the driver, then one per scorer, then one per client actor."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
+
+def given_group() -> PlacementGroup | None:
+    """The group that a run has to live in; None: it takes what it needs from the cluster."""
+    return _GROUP.get()
 
 
 @dataclass(frozen=True)

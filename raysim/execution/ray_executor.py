@@ -28,8 +28,8 @@ from raysim.execution.base import Broadcast, FusedModel, Observer, Outcome, Pack
 from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_cohort import CohortRun
-from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
-from raysim.execution.ray_plan import Demand, better_split, make_plan, memory_line, round_seconds
+from raysim.execution.ray_connection import Connection, cluster_nodes, connect, given_group, wait_for_resources
+from raysim.execution.ray_plan import Demand, Plan, better_split, fixed_plan, make_plan, memory_line, round_seconds
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
@@ -66,6 +66,7 @@ class RayExecutor:
         clock = time.perf_counter()
         self._connection: Connection = connect(settings, demand.store_bytes)
         connected = time.perf_counter()
+        self._given = given_group()
         self._group: PlacementGroup | None = None
         self._units: dict[int, Unit] = {}
         self._uses: list[PoolUse] = []
@@ -74,12 +75,13 @@ class RayExecutor:
         self._cost = CostModel()
         self._backend: RayBackend | None = None
         try:
-            self.plan = make_plan(settings, cluster_nodes(), demand)
+            self.plan = self._make_plan(settings, demand)
             for line in self.plan.lines():
                 say(line)
             if self.plan.warning:
                 say(self.plan.warning)
-            wait_for_resources(self.plan, settings.resource_timeout_s)
+            if self._given is None:
+                wait_for_resources(self.plan, settings.resource_timeout_s)
             self._start()
             self._startup = {"ray": connected - clock, "actors": time.perf_counter() - connected}
         except RunError as error:
@@ -89,10 +91,17 @@ class RayExecutor:
             self.close()
             raise
 
+    def _make_plan(self, settings: ExecutionSettings, demand: Demand) -> Plan:
+        return (make_plan if self._given is None else fixed_plan)(settings, cluster_nodes(), demand)
+
     def _start(self) -> None:
         plan, settings = self.plan, self._settings
-        self._group = self._scorer_group()
-        self._backend = RayBackend(plan, ray.put(self._setup), self._group)
+        if self._given is None:
+            self._group = self._scorer_group()
+            first = {"scorer": 0}
+        else:
+            first = {"scorer": 1, "client": 1 + plan.scorer_actors}
+        self._backend = RayBackend(plan, ray.put(self._setup), self._given or self._group, first)
         timeout = settings.resource_timeout_s + START_SECONDS_PER_ACTOR * (plan.client_actors + plan.scorer_actors)
         # Scorers first: under memory pressure Ray kills the newest actors first, and a scorer is the dearer one.
         self._scorers = self._pool("scorer", plan.scorer_actors, timeout)
@@ -106,7 +115,7 @@ class RayExecutor:
     def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
         """Take over another run with the pools as they are; False if it would get other ones."""
         assert self._backend is not None
-        if settings != self._settings or make_plan(settings, cluster_nodes(), demand) != self.plan:
+        if settings != self._settings or self._make_plan(settings, demand) != self.plan:
             return False
         if self._scorers.lost_slots or self._clients.lost_slots:
             return False

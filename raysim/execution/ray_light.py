@@ -61,7 +61,7 @@ def rehearse(
             memory = min(memory, local_nodes(settings)[0].memory)
         fitting = [count for count in counts if (count + CLIENTS) * LIGHT_MEMORY <= memory]
         plan = Plan(CLIENTS, max(fitting, default=1), Fraction(0), Fraction(0), 0, 0, "", False, tuple(nodes))
-        backend = _LightBackend(plan, None, None)
+        backend = _LightBackend(plan, None, None, {})
         stack.callback(backend.close)
         broadcast = ray.put(np.zeros(PARAMETERS, dtype=np.float32))
         found = {}

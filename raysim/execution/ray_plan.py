@@ -223,6 +223,29 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
     )
 
 
+def fixed_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand) -> Plan:
+    """The plan of a run whose resources somebody has reserved already: exactly the actors of the configuration.
+
+    Raises:
+        ConfigError: It leaves their number open.
+    """
+    clients, scorers = settings.client_actors, settings.scorer_actors
+    if not isinstance(clients, int) or not isinstance(scorers, int):
+        raise ConfigError("execution: client_actors and scorer_actors have to be numbers inside a placement group")
+    return Plan(
+        client_actors=clients,
+        scorer_actors=scorers,
+        client_gpus=gpu_share(settings.client.num_gpus) or Fraction(0),
+        scorer_gpus=gpu_share(settings.scorer.num_gpus) or Fraction(0),
+        client_cpus=settings.client.num_cpus,
+        scorer_cpus=settings.scorer.num_cpus,
+        binding="as reserved",
+        per_client=False,
+        nodes=tuple(nodes),
+        store_bytes=demand.store_bytes,
+    )
+
+
 def round_seconds(train: float, score: float, clients: int, scorers: int) -> float:
     """Seconds of a pipelined round, from the seconds of all training and all scoring of a round: that of the slower pool."""
     return max(train / clients, score / scorers)

@@ -77,6 +77,7 @@ class ExecutionSettings(Section):
         resource_timeout_s: Longest wait for resources that exist but are taken.
         unit_timeout_s: Longest time that a unit on a scorer may take (scoring a model, testing a shard, a fusion); then
             another actor does it.
+        prometheus: Report the run's progress to Prometheus through Ray's metrics agents (`execution/ray_metrics.py`).
     """
 
     backend: Literal["ray", "serial"] = "ray"
@@ -97,3 +98,8 @@ class ExecutionSettings(Section):
     on_nonfinite: Literal["exclude", "abort"] = "exclude"
     resource_timeout_s: Positive = 30.0
     unit_timeout_s: Positive = 3600.0
+    prometheus: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prometheus and self.backend == "serial":
+            raise ValueError("prometheus: true needs backend: ray, whose agents serve the metrics")

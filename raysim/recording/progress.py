@@ -57,7 +57,7 @@ class Progress(Protocol):
 class Silent:
     """Progress for callers that do not want any."""
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -76,8 +76,8 @@ def status_text(run: Follower) -> Text:
     text = Text(state if state != "no news" else f"no news for {ago(run.age)}", style=STYLES[state])
     usual = run.usual_s
     if state == "no news":
-        why = "a round takes " + f"{usual:.1f} s" if usual else "no round is done"
-        text.append(f" ({why}; it may have been killed)", style="not bold")
+        why = f"a round takes {usual:.1f} s" if usual else "no round is done"
+        text.append(f" ({why}): killed?", style="not bold")
     elif state == "running" and usual and run.age > 2 * max(usual, 5.0):
         text.append(f", last news {ago(run.age)} ago", style="not bold")
     elif run.result is not None and run.result.get("reason"):
@@ -162,13 +162,13 @@ def many(runs: Sequence[tuple[str, Follower]], height: int) -> RenderableType:
 def _header(run: Follower) -> RenderableType:
     first = Table.grid(expand=True, padding=(0, 1))
     first.add_column(no_wrap=True, overflow="ellipsis")
-    first.add_column(justify="right", no_wrap=True)
     done, total = max(run.rounds, default=0), run.total
     times = [f"round {done}/{total or '?'}"]
     if run.elapsed_s is not None:
         times.append(duration(run.elapsed_s))
     if run.eta_s is not None:
         times.append(f"eta {duration(run.eta_s)}")
+    first.add_column(justify="right", no_wrap=True, min_width=len("  ".join(times)))
     first.add_row(Text(run.name, style="bold").append("  ").append_text(status_text(run)), "  ".join(times))
     return Group(first, Text(headline(run), no_wrap=True, overflow="ellipsis"), _Bar(done, total or 0))
 

@@ -212,7 +212,7 @@ def test_a_lost_argument_is_told_from_an_error_of_the_unit(monkeypatch):
             raise RayTaskError("score", "Traceback: ...", cause).as_instanceof_cause()
 
         monkeypatch.setattr(ray, "get", get)
-        return RayBackend(None, None, None).result("ref")
+        return RayBackend(None, None, None, {}).result("ref")
 
     with pytest.raises(InputLost):
         result_of(ObjectLostError("00" * 28, "", ""))

@@ -43,11 +43,15 @@ def test_a_screen_says_what_the_tables_say(finished: Path):
     assert "round 3/3" in text
     assert "fedavg + fedvg, mlp on digits, 6 clients, 4 per round, serial" in text
     assert f"accuracy {newest['accuracy']:.4f} best {best['accuracy']:.4f} in {best['round_num']}" in text
-    assert f"loss {newest['loss']:.4f}" in text
+    least = min(follower.rows, key=lambda row: row["loss"])
+    assert f"loss {newest['loss']:.4f} best {least['loss']:.4f} in {least['round_num']}" in text
     assert f"round 3: 4 of 4 clients, weight entropy {newest['weight_entropy']:.2f} of 1.39" in text
     for row in follower.clients:
         assert f"{row['weight']:.3f} █" in text
         assert f" {row['client_id']} " in text
+    heaviest_first = sorted(follower.clients, key=lambda row: -row["weight"])
+    shown = [line.split()[1] for line in text.splitlines() if " █" in line and " 0." in line and line.startswith("│")]
+    assert shown[:4] == [str(row["client_id"]) for row in heaviest_first]
     mean = sum(row["round_s"] for row in follower.rows) / 3
     assert f"{mean:.2f} s per round (mean of the last 3)" in text
     assert f"train {sum(row['train_s'] for row in follower.rows) / 3:.2f}" in text
