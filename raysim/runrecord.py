@@ -101,7 +101,7 @@ def load_all(folder: str | Path) -> list[RunRecord]:
     Raises:
         ConfigError: There is none.
     """
-    paths = find_runs(Path(folder))
+    paths = [path for path in find_runs(Path(folder)) if (path / "config.yaml").is_file()]
     if not paths:
         raise ConfigError(f"{folder}: holds no run (no config.yaml, there or in the folders below)")
     return [load(path) for path in paths]

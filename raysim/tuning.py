@@ -28,7 +28,8 @@ from raysim.errors import ConfigError
 from raysim.execution.settings import ActorSettings, gpu_share
 from raysim.recording.progress import Silent
 from raysim.recording.records import RoundRecord
-from raysim.simulation import load, run
+from raysim.runrecord import load
+from raysim.simulation import run
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from pathlib import Path
 from raysim.errors import ConfigError
 
 
+ATTEMPTS = "attempts"
+"""Folder of a sweep with what was in the place of points that had to begin again."""
+
+
 def claim(folder: Path) -> None:
     """Create the run folder for this run alone. Of several processes that try at the same moment, one succeeds.
 
@@ -58,13 +62,20 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def find_runs(folder: Path, depth: int = 2) -> list[Path]:
-    """The run folders at or below a folder: those with a `config.yaml`, or with a `run.log` as long as they start."""
+    """The run folders at or below a folder: those with a `config.yaml`, or with a `run.log` as long as they start.
+
+    What a sweep keeps of abandoned attempts is passed by.
+    """
     if (folder / "config.yaml").is_file() or (folder / "run.log").is_file():
         return [folder]
     if depth < 0:
         return []
     try:
-        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        below = sorted(
+            entry.path
+            for entry in os.scandir(folder)
+            if entry.is_dir() and not entry.name.startswith(".") and entry.name != ATTEMPTS
+        )
     except OSError:
         return []
     return [run for path in below for run in find_runs(Path(path), depth - 1)]
