@@ -9,7 +9,6 @@ from pathlib import Path
 
 from raysim.errors import ConfigError
 
-
 ATTEMPTS = "attempts"
 """Folder of a sweep with what was in the place of points that had to begin again."""
 
