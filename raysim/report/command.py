@@ -170,8 +170,8 @@ def _draw(numbers: Numbers) -> dict[str, tuple[Drawing, str]]:
         drawings[f"weights-{maps + 1}"] = (
             draw_weights(shown),
             f"Weight of each client in each round{f', {condition}' if condition else ''}, seed {shown[0][1].seed}. Relative "
-            "to equal weights: white counts as much as the others of its cohort, orange more, purple less; grey was not sampled or not "
-            f"used. Clients from skewed labels (top) to even ones.{more}",
+            "to equal weights: white counts as much as the others of its cohort, orange more, purple less; grey was not "
+            f"sampled or not used. Clients from skewed labels (top) to even ones.{more}",
         )
     return drawings
 

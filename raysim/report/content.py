@@ -19,6 +19,7 @@ from raysim.report.document import (
     number,
     p_text,
     percent,
+    seconds,
     size,
     table,
 )
@@ -285,20 +286,20 @@ def _costs(numbers: Numbers) -> Iterable[Block]:
     yield table(
         "seconds",
         "Seconds per round, medians over all rounds of all seeds. Round: from its begin to that of the next. Training: wall "
-        "time from the first dispatch to the last update; scoring runs beside it. Scoring tail: wall time from there to the last "
-        "score. Sum: weighting and summing. Test: of the global model, which may overlap the next round. Clients and scorers: "
-        "time spent inside units of work, summed over the cohort, as if one after the other. Whole run: mean ± standard "
-        "deviation over seeds, with preparation and start-up. What else the machine did is in all of them.",
+        "time from the first dispatch to the last update; scoring runs beside it. Scoring tail: wall time from there to the "
+        "last score. Sum: weighting and summing. Test: of the global model, which may overlap the next round. Clients and "
+        "scorers: time spent inside units of work, summed over the cohort, as if one after the other. Whole run: mean ± "
+        "standard deviation over seeds, with preparation and start-up. What else the machine did is in all of them.",
         ["condition", "method", "round", "training", "scoring tail", "sum", "test", "clients", "scorers", "whole run"],
         [
             [
                 row["condition"],
                 row["method"],
                 *(
-                    number(row[name])
+                    seconds(row[name])
                     for name in ("round_s", "train_s", "score_tail_s", "aggregate_s", "evaluate_s", "client_train_s")
                 ),
-                number(row["client_score_s"]),
+                seconds(row["client_score_s"]),
                 mean_sd(row["seconds"], 1.0),
             ]
             for row in numbers.costs
@@ -307,9 +308,9 @@ def _costs(numbers: Numbers) -> Iterable[Block]:
     yield table(
         "work",
         "Per round, medians as above. Models scored: clients whose model was scored; images: validation images each of them "
-        "was scored on. Bytes: vectors between the driver and other nodes (0 on one node). Busy: share of the time that client and "
-        "scorer actors worked (not measured without Ray). Lost: clients that failed or were excluded, of all rounds together; "
-        "retries: units of work that were run again.",
+        "was scored on. Bytes: vectors between the driver and other nodes (0 on one node). Busy: share of the time that client "
+        "and scorer actors worked (not measured without Ray). Lost: clients that failed or were excluded, of all rounds "
+        "together; retries: units of work that were run again.",
         [
             "condition",
             "method",
@@ -342,8 +343,8 @@ def _method(numbers: Numbers) -> Iterable[Block]:
     yield Heading("How the numbers are made")
     items = [
         "A setting is all that the stored configuration holds but seed, name, output and execution. Runs that differ in the "
-        f"seed alone are replicates. What is compared: {', '.join(numbers.study.method_keys)}; everything else that varies is a "
-        f"condition{': ' + ', '.join(numbers.study.condition_keys) if numbers.study.condition_keys else ''}.",
+        f"seed alone are replicates. What is compared: {', '.join(numbers.study.method_keys)}; everything else that varies "
+        f"is a condition{': ' + ', '.join(numbers.study.condition_keys) if numbers.study.condition_keys else ''}.",
     ]
     if numbers.comparisons:
         items += [

@@ -124,6 +124,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text if "e" not in text else f"{value:,.0f}" if abs(value) >= 1 else f"{value:.6f}".rstrip("0")
 
 
+def seconds(value: float | None) -> str:
+    """Seconds to a millisecond, from ten on to a tenth."""
+    return "-" if value is None else f"{value:.{3 if value < 10 else 1}f}"
+
+
 def size(num_bytes: float | None) -> str:
     """Bytes for people."""
     if num_bytes is None:

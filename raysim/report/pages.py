@@ -103,6 +103,7 @@ _PREAMBLE = r"""% Tables need booktabs and longtable, figures graphicx. Compiles
 \usepackage[a4paper,landscape,margin=2cm]{geometry}
 \usepackage{booktabs,longtable,graphicx}
 \setlength{\tabcolsep}{4pt}
+\setlength{\LTcapwidth}{\linewidth}
 \begin{document}
 """
 
