@@ -82,8 +82,12 @@ Block = Heading | Text | Items | Table | Picture
 def table(
     name: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 2, most: int = 120
 ) -> Table:
-    """A table without columns that say the same in every row but nothing (an empty text), and of at most so many rows."""
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)] if rows else list(range(len(columns)))
+    """A table of at most so many rows, without columns in which no row says anything."""
+    kept = (
+        [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
+        if rows
+        else list(range(len(columns)))
+    )
     shown = rows[:most]
     if len(rows) > most:
         caption += f" The first {most} of {len(rows)} rows; report.json has all."
@@ -121,7 +125,7 @@ def number(value: float | None, digits: int = 3) -> str:
     if value == 0:
         return "0"
     text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{value:,.0f}" if abs(value) >= 1 else f"{value:.6f}".rstrip("0")
+    return text if "e" not in text else f"{value:,.0f}" if abs(value) >= 1 else f"{value:.6f}".rstrip("0.") or "0"
 
 
 def seconds(value: float | None) -> str:

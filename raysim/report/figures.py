@@ -263,6 +263,8 @@ def _saved(figure: Any) -> Drawing:
     with warnings.catch_warnings():
         # A name in a script that the font lacks is drawn as boxes; that is no reason to stop or to complain.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # Once for all formats.
         for kind, dates in (("pdf", {"CreationDate": None}), ("png", {}), ("svg", {"Date": None})):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=300, metadata=dates)

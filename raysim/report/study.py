@@ -17,7 +17,7 @@ from raysim.report.collect import Run, below
 
 METHOD_SECTIONS = ("algorithm", "weighting", "fusion")
 """What makes a method unless told otherwise."""
-_ABSENT = "(not stated)"
+_ABSENT = "none"
 
 
 @dataclass(frozen=True)
