@@ -22,6 +22,7 @@ def numbers(folder) -> dict:
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_study(tmp_path, make_run):
     rng = np.random.default_rng(0)
     for better, weighting in enumerate(("size", "fedvg", "uniform")):
@@ -77,6 +78,7 @@ def test_a_run_of_an_older_version(tmp_path, make_run):
     assert numbers(tmp_path / "report")["results"][0]["last"]["mean"] == 0.2
 
 
+@pytest.mark.slow
 def test_nasty_names(tmp_path, make_run):
     names = (r"a_b & <script> | 50% \x", "é {$y$} [red]", "_hidden")
     for index, name in enumerate(names):

@@ -28,6 +28,7 @@ def test_cliques_by_hand():
     assert cliques([1.0, 2.0], 1.0) == [(0, 1)]
 
 
+@pytest.mark.slow
 def test_curves_and_weights(tmp_path, make_run):
     for name in ("_size", "$a$ & <b>"):
         for seed in range(2):
@@ -41,7 +42,7 @@ def test_curves_and_weights(tmp_path, make_run):
     assert "matplotlib.pyplot" not in sys.modules
 
 
-@pytest.mark.parametrize("k", [3, 9])
+@pytest.mark.parametrize("k", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_ranks(k):
     values = np.random.default_rng(k).normal(size=(10, k))
     check(draw_ranks(mean_ranks(values), [f"method {'with a very long name ' * (i % 2)}{i}" for i in range(k)]))

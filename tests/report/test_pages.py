@@ -47,9 +47,8 @@ def test_html_shows_every_letter_and_asks_for_nothing():
     reader.feed(page)
     assert reader.open == []
     assert "script" not in {tag for tag, _ in reader.seen}
-    assert (
-        reader.text.count(NASTY) == 9
-    )  # Title twice, heading, text, item, figure, caption, a heading, two cells less one.
+    # Title twice; heading, paragraph, item, caption of figure and table, column, two cells.
+    assert reader.text.count(NASTY) == 10
     for tag, attributes in reader.seen:
         for name, value in attributes.items():
             assert name not in ("href", "srcset", "onload"), tag

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,15 +159,3 @@ def test_columns_of_other_versions_may_be_missing_or_new():
     assert curve.validation_accuracy.tolist() == [0.3, 0.4]
     assert np.isnan(curve.accuracy).tolist() == [False, True]
     assert np.isnan(curve.costs["train_s"]).all()
-
-
-def test_reading_runs_does_not_load_torch(tmp_path, make_run):
-    import subprocess
-
-    make_run(tmp_path / "run")
-    code = (
-        "import sys, pathlib, raysim.report.collect as c; c.collect([pathlib.Path(sys.argv[1])]); "
-        "print(json.dumps([m for m in ('torch', 'ray', 'pydantic') if m in sys.modules]))"
-    )
-    done = subprocess.run([sys.executable, "-c", f"import json; {code}", str(tmp_path)], capture_output=True, text=True)
-    assert json.loads(done.stdout) == [], done.stderr
