@@ -138,7 +138,8 @@ def draw_ranks(found: MeanRanks, methods: Sequence[str]) -> Drawing:
     order = np.argsort(found.ranks, kind="stable")
     groups = cliques([found.ranks[i] for i in order], found.critical)
     left = (k + 1) // 2
-    step, top = 0.24, 0.62
+    names = [_wrapped(method, 26) for method in methods]
+    step, top = 0.34 if any("\n" in name for name in names) else 0.24, 0.62
     bars = 0.11 * len(groups)
     height = top + 0.35 + bars + step * left
     with _style():
@@ -152,9 +153,9 @@ def draw_ranks(found: MeanRanks, methods: Sequence[str]) -> Drawing:
         axis.set(xlim=(0, WIDTH), ylim=(max(1.6, height), 0))
         axis.axis("off")
         axis.plot([x(1), x(k)], [top, top], color="black", linewidth=1)
-        for rank in np.unique(np.linspace(1, k, min(k, 11)).round()):
+        for rank in range(1, k + 1, -(-k // 12)):
             axis.plot([x(rank)] * 2, [top - 0.06, top], color="black", linewidth=1)
-            axis.text(x(rank), top - 0.09, f"{rank:.0f}", ha="center", va="bottom")
+            axis.text(x(rank), top - 0.09, f"{rank}", ha="center", va="bottom")
         width = min(found.critical / (k - 1) * (high - low), WIDTH - low - 0.1)
         axis.plot([low, low + width], [0.24, 0.24], color="black", linewidth=1, marker="|", markersize=6)
         axis.text(
@@ -168,12 +169,11 @@ def draw_ranks(found: MeanRanks, methods: Sequence[str]) -> Drawing:
             on_left = place < left
             y = top + bars + 0.3 + step * (place if on_left else k - 1 - place)
             edge, side = (low - 0.15, "right") if on_left else (high + 0.15, "left")
-            rank = found.ranks[index]
-            axis.plot([x(rank), x(rank), edge], [top, y, y], color="0.25", linewidth=0.8)
-            label = (
-                f"{_short(methods[index], 27)}  {rank:.2f}" if on_left else f"{rank:.2f}  {_short(methods[index], 27)}"
-            )
-            axis.text(edge + (-0.05 if on_left else 0.05), y, label, ha=side, va="center", parse_math=False)
+            mean = found.ranks[index]
+            axis.plot([x(mean), x(mean), edge], [top, y, y], color="0.25", linewidth=0.8)
+            sign = -1 if on_left else 1
+            axis.text(edge + sign * 0.05, y, f"{mean:.2f}", ha=side, va="center")
+            axis.text(edge + sign * 0.45, y, names[index], ha=side, va="center", parse_math=False)
         return _saved(figure)
 
 
@@ -203,12 +203,12 @@ def draw_weights(runs: Sequence[tuple[str, Run]]) -> Drawing:
         figure = _figure(WIDTH, float(np.clip(0.1 * count + 1.4, 3.0, 6.0)))
         ratios = [0.55, 0.55, *[1.6] * len(runs)]
         axes = figure.subplots(1, len(ratios), width_ratios=ratios, sharey=True)
-        rows = np.arange(count)
+        edges = np.arange(count + 1) - 0.5
         for axis, values, title in (
             (axes[0], first.entropy[order], "entropy\n(nats)"),
             (axes[1], first.examples[order], "examples"),
         ):
-            axis.barh(rows, values, height=1.0, color="0.45", linewidth=0)
+            axis.stairs(values, edges, orientation="horizontal", fill=True, color="0.45", linewidth=0)
             axis.set_xlabel(title)
             axis.spines[["top", "right"]].set_visible(False)
             # The largest value alone: more numbers than one do not fit below a narrow bar.
@@ -274,17 +274,17 @@ def _saved(figure: Any) -> Drawing:
 
 def _legend(figure: Any, handles: dict[str, Any], order: Sequence[str]) -> None:
     shown = [name for name in order if name in handles]
-    longest = max(len(_short(name)) for name in shown)
-    columns = max(1, min(len(shown), 4 if longest <= 18 else 3 if longest <= 28 else 2))
+    longest = max(len(_short(name, 60)) for name in shown)
+    columns = min(len(shown), 4 if longest <= 18 else 3 if longest <= 28 else 2 if longest <= 46 else 1)
     # Made of lines without labels: matplotlib hides a label that begins with "_" and takes $ for mathematics.
     legend = figure.legend(
         [handles[name] for name in shown], ["-"] * len(shown), loc="outside lower center", ncols=columns, frameon=False
     )
     for text, name in zip(legend.get_texts(), shown, strict=True):
-        text.set(text=_short(name), parse_math=False)
+        text.set(text=_short(name, 60), parse_math=False)
 
 
-def _short(name: str, most: int = 34) -> str:
+def _short(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 3]}..."
 
 
