@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raysim import __version__
 from raysim.errors import ConfigError
 from raysim.recording.files import write_atomic
 from raysim.recording.manifest import write_json
-from raysim.report import MEASURES, measures
+from raysim.report import MEASURES
 from raysim.report.collect import Run, collect
-from raysim.report.content import Numbers, blocks_of
+from raysim.report.content import blocks_of
 from raysim.report.document import mean_sd
 from raysim.report.figures import MAX_MAPS, Drawing, draw_curves, draw_ranks, draw_weights
+from raysim.report.numbers import Numbers, document_of, numbers_of
 from raysim.report.pages import latex, markdown, web_page
 from raysim.report.study import Study, study_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = 1
-"""Version of the shape of `report.json`."""
 _MAP_CONDITIONS = 3
 
 
@@ -77,28 +75,7 @@ def write_report(
     except OSError as error:
         raise ConfigError(f"--out: cannot create {out / 'figures'}: {error.strerror}") from None
 
-    rows = measures.run_rows(study)
-    values = measures.values_of(rows, measure)
-    if not any(values.values()):
-        raise ConfigError(f"--measure: {measure}: no run has it (there is no validation accuracy of the global model)")
-    wanted = {condition: sorted(set(targets)) for condition in study.conditions}
-    found = measures.comparisons(study, values)
-    ranks, _, no_ranks = measures.ranks_of(study, values)
-    numbers = Numbers(
-        study=study,
-        left_out=left_out,
-        measure=measure,
-        runs=rows,
-        results=measures.result_rows(study, rows),
-        targets=measures.target_rows(study, wanted if targets else measures.chosen_targets(study, rows)),
-        chosen=not targets,
-        comparisons=found,
-        power=measures.power_words(found),
-        ranks=ranks,
-        no_ranks=no_ranks,
-        associations=measures.association_rows(study),
-        costs=measures.cost_rows(study),
-    )
+    numbers = numbers_of(study, left_out, measure, targets)
     drawings = _draw(numbers)
     for name, (drawing, _) in drawings.items():
         drawing.write(out / "figures", name)
@@ -106,7 +83,7 @@ def write_report(
     captions = {name: caption for name, (_, caption) in drawings.items()}
     blocks = blocks_of(numbers, captions)
     pictures = {name: drawing.svg for name, (drawing, _) in drawings.items()}
-    write_json(out / "report.json", _document(numbers, captions))
+    write_json(out / "report.json", document_of(numbers, captions))
     for name, text in (
         ("report.md", markdown(title, blocks)),
         ("report.tex", latex(title, blocks)),
@@ -187,42 +164,3 @@ def _maps(study: Study, condition: str) -> list[tuple[str, Run]]:
         return []
     runs = max(by_seed.values(), key=len)
     return [(method, run) for method, run in runs if run.partition_hash == runs[0][1].partition_hash][:MAX_MAPS]
-
-
-def _document(numbers: Numbers, captions: Mapping[str, str]) -> dict[str, Any]:
-    """Everything, for `report.json`."""
-    study = numbers.study
-    curves = [
-        {
-            "condition": condition,
-            "method": method,
-            "seed": seed,
-            "round": run.curve.round_num,
-            "accuracy": run.curve.accuracy,
-            "validation_accuracy": run.curve.validation_accuracy,
-            "costs": run.curve.costs,
-        }
-        for (condition, method, seed), run in study.runs.items()
-    ]
-    return {
-        "schema": SCHEMA,
-        "raysim": __version__,
-        "measure": numbers.measure,
-        "methods": study.methods,
-        "conditions": study.conditions,
-        "seeds": study.seeds,
-        "method_keys": study.method_keys,
-        "condition_keys": study.condition_keys,
-        "common": study.common,
-        "warnings": [*study.warnings, *numbers.power],
-        "left_out": numbers.left_out,
-        "runs": numbers.runs,
-        "results": numbers.results,
-        "rounds_to": {"chosen_from_the_data": numbers.chosen, "rows": numbers.targets},
-        "comparisons": [one.row() for one in numbers.comparisons],
-        "ranks": None if numbers.ranks is None else {"methods": study.methods, **asdict(numbers.ranks)},
-        "correlations": numbers.associations,
-        "costs": numbers.costs,
-        "figures": captions,
-        "curves": curves,
-    }

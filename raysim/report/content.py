@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from raysim.report import MEASURES
-from raysim.report.collect import LeftOut
+from raysim.report.comparison import Comparison
 from raysim.report.document import (
     Block,
     Heading,
@@ -23,9 +22,8 @@ from raysim.report.document import (
     size,
     table,
 )
-from raysim.report.measures import Comparison, Row
-from raysim.report.statistics import ALPHA, MIN_FOR_INTERVAL, MeanRanks
-from raysim.report.study import Study
+from raysim.report.numbers import Numbers
+from raysim.report.statistics import ALPHA, MIN_FOR_INTERVAL
 
 _MAIN_SETTINGS = (
     "data.name",
@@ -45,41 +43,6 @@ _MAIN_SETTINGS = (
     "weighting.name",
     "fusion.name",
 )
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """All numbers of a report.
-
-    Attributes:
-        study: The runs.
-        left_out: Runs that are not in it.
-        measure: What methods are compared by, a key of `MEASURES`.
-        runs: One row per run.
-        results: One row per setting.
-        targets: Rounds to an accuracy.
-        chosen: Whether these accuracies were chosen from the data.
-        comparisons: Pairs of methods.
-        power: What their number of pairs allows, in words.
-        ranks: Mean ranks; None if there are none.
-        no_ranks: Why there are none.
-        associations: Scores, weights and data of clients.
-        costs: What a round cost.
-    """
-
-    study: Study
-    left_out: Sequence[LeftOut]
-    measure: str
-    runs: Sequence[Row]
-    results: Sequence[Row]
-    targets: Sequence[Row]
-    chosen: bool
-    comparisons: Sequence[Comparison]
-    power: Sequence[str]
-    ranks: MeanRanks | None
-    no_ranks: str
-    associations: Sequence[Row]
-    costs: Sequence[Row]
 
 
 def blocks_of(numbers: Numbers, figures: Mapping[str, str]) -> list[Block]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raysim.report import measures
+from raysim.report import comparison, measures
 from raysim.report.collect import Curve, Participation, collect
 from raysim.report.statistics import smallest_p
 from raysim.report.study import study_of
@@ -59,30 +59,9 @@ def test_chosen_targets_are_what_all_and_what_half_of_the_runs_reach(tmp_path, m
     assert measures.chosen_targets(found, measures.run_rows(found)) == {"": [0.33, 0.5]}
 
 
-def values(*differences: float, conditions: int = 1) -> dict[str, dict[tuple[str, int], float]]:
-    places = [(f"c{i % conditions}", i // conditions) for i in range(len(differences))]
-    return {"a": {p: 0.5 + d for p, d in zip(places, differences, strict=True)}, "b": dict.fromkeys(places, 0.5)}
-
-
-def test_a_comparison_by_hand():
-    """Differences 1, 2, 3, 4, 5, -6 hundredths: W+ = 15, W- = 6, r = 9 / 21; 14 of 64 sums of ranks are at most 6."""
-    found = measures.compare("a", "b", values(0.01, 0.02, 0.03, 0.04, 0.05, -0.06))
-    assert (found.wins, found.losses, len(found.pairs)) == (5, 1, 6)
-    assert found.mean.value == pytest.approx(0.015)
-    assert found.test.effect == pytest.approx(9 / 21)
-    assert found.p == pytest.approx(2 * 14 / 64)
-
-
-def test_pairs_are_those_that_both_have():
-    given = values(0.1, 0.1, 0.1)
-    del given["a"]["c0", 1]
-    assert measures.compare("a", "b", given).pairs == (("c0", 0), ("c0", 2))
-    assert measures.compare("a", "b", {"a": {}, "b": {}}).refused == "no pair of the same condition and seed"
-
-
 @pytest.mark.parametrize(("n", "refused"), [(5, True), (6, False)])
 def test_no_p_where_none_could_be_small(n, refused):
-    found = measures.compare("a", "b", values(*[0.1 + i / 100 for i in range(n)]))
+    found = comparison.compare("a", "b", values(*[0.1 + i / 100 for i in range(n)]))
     assert (found.p is None) is refused
     assert found.test.p == smallest_p(n)
 
@@ -90,7 +69,7 @@ def test_no_p_where_none_could_be_small(n, refused):
 def test_power_in_words():
     def words(n: int, conditions: int = 1, m: int = 1) -> str:
         return " ".join(
-            measures.power_words([measures.compare("a", "b", values(*[0.1] * n, conditions=conditions))] * m)
+            comparison.power_words([comparison.compare("a", "b", values(*[0.1] * n, conditions=conditions))] * m)
         )
 
     assert "Too few pairs for a test: with 5 pairs" in words(5)
@@ -144,8 +123,10 @@ def test_the_order_of_runs_changes_nothing(tmp_path, make_run):
     for order in (runs, runs[::-1]):
         one = study_of(order)
         rows = measures.run_rows(one)
-        known = measures.values_of(rows, "last")
-        found.append((rows, measures.comparisons(one, known), measures.ranks_of(one, known), measures.cost_rows(one)))
+        known = comparison.values_of(rows, "last")
+        found.append(
+            (rows, comparison.comparisons(one, known), comparison.ranks_of(one, known), measures.cost_rows(one))
+        )
     assert found[0] == found[1]
 
 
@@ -154,6 +135,6 @@ def test_mean_ranks_need_methods_and_blocks(tmp_path, make_run):
         for seed in range(4):
             make_run(tmp_path / f"{weighting}{seed}", (0.1,), seed=seed, weighting=weighting, clients=2)
     found = study(tmp_path)
-    ranks, blocks, why = measures.ranks_of(found, measures.values_of(measures.run_rows(found), "last"))
+    ranks, blocks, why = comparison.ranks_of(found, comparison.values_of(measures.run_rows(found), "last"))
     assert (ranks, len(blocks)) == (None, 4)
     assert why == "Mean ranks need at least 5 blocks (condition and seed) with all methods; there are 4."
