@@ -5,7 +5,6 @@ import pytest
 
 from raysim.report import comparison, measures
 from raysim.report.collect import Curve, Participation, collect
-from raysim.report.statistics import smallest_p
 from raysim.report.study import study_of
 
 
@@ -57,31 +56,6 @@ def test_chosen_targets_are_what_all_and_what_half_of_the_runs_reach(tmp_path, m
         make_run(tmp_path / str(seed), (0.1, best, 0.2), seed=seed)
     found = study(tmp_path)
     assert measures.chosen_targets(found, measures.run_rows(found)) == {"": [0.33, 0.5]}
-
-
-@pytest.mark.parametrize(("n", "refused"), [(5, True), (6, False)])
-def test_no_p_where_none_could_be_small(n, refused):
-    found = comparison.compare("a", "b", values(*[0.1 + i / 100 for i in range(n)]))
-    assert (found.p is None) is refused
-    assert found.test.p == smallest_p(n)
-
-
-def test_power_in_words():
-    def words(n: int, conditions: int = 1, m: int = 1) -> str:
-        return " ".join(
-            comparison.power_words([comparison.compare("a", "b", values(*[0.1] * n, conditions=conditions))] * m)
-        )
-
-    assert "Too few pairs for a test: with 5 pairs" in words(5)
-    assert "2^(1-5) = 0.0625" in words(5)
-    # Seven pairs and six comparisons: 6 / 64 = 0.094.
-    assert "No p can survive the correction: with 7 pairs" in words(7, m=6)
-    assert "times 6 comparisons 0.0938" in words(7, m=6)
-    assert "at least 8 pairs" in words(7, m=6)
-    assert "can survive the correction if all" in words(8, m=6)
-    assert "not independent" not in words(8)
-    assert "4 seeds under 2 conditions" in words(8, conditions=2)
-    assert "not independent" in words(8, conditions=2)
 
 
 def test_mean_rank_of_clients_by_hand():
