@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raysim.report import comparison
+from raysim.report.statistics import smallest_p
 
 
 def values(*differences: float, conditions: int = 1) -> dict[str, dict[tuple[str, int], float]]:
