@@ -141,9 +141,14 @@ def bootstrap_mean(values: Sequence[float] | np.ndarray) -> Interval:
     if np.ptp(data) <= 10.0**-_ROUNDED:
         return Interval(mean, mean, mean)
     found = stats.bootstrap(
-        (data,), np.mean, n_resamples=_RESAMPLES, confidence_level=1 - ALPHA, rng=np.random.default_rng(0)
+        (data,), _rounded_mean, n_resamples=_RESAMPLES, confidence_level=1 - ALPHA, rng=np.random.default_rng(0)
     ).confidence_interval
     return Interval(mean, float(found.low), float(found.high))
+
+
+def _rounded_mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """BCa counts resamples whose mean is that of the data, and accuracies on one test set make many of them."""
+    return np.asarray(np.round(np.mean(values, axis=axis), _ROUNDED))
 
 
 @dataclass(frozen=True)
