@@ -88,12 +88,17 @@ def _overview(numbers: Numbers) -> Iterable[Block]:
 
 def _results(numbers: Numbers, figures: Mapping[str, str]) -> Iterable[Block]:
     yield Heading("Accuracy")
+    validated = (
+        " At best validation: test accuracy in the round with the highest validation accuracy (the first of equals)."
+        if any(row["at_best_validation"] for row in numbers.results)
+        else ""
+    )
     yield table(
         "results",
         "Test accuracy of the global model in %, mean ± standard deviation (n - 1) over the seeds of a setting; n is their "
         "number. Last: last tested round. Last five: mean of the last five tested rounds of each run. Best: highest of all "
-        "tested rounds of each run, which is chosen on the test set and therefore too optimistic; it is not compared. At best "
-        "validation: test accuracy in the round with the highest validation accuracy (the first of equals).",
+        "tested rounds of each run, which is chosen on the test set and therefore too optimistic; it is not compared."
+        f"{validated}",
         [
             "condition",
             "method",
@@ -162,7 +167,7 @@ def _comparisons(numbers: Numbers, figures: Mapping[str, str]) -> Iterable[Block
         f"Paired differences in percentage points of {MEASURES[numbers.measure]}, first minus second, over the pairs of same "
         f"condition and seed. In brackets a 95 % bootstrap interval (BCa, over pairs, none below {MIN_FOR_INTERVAL}). "
         "Rank-biserial: 1 if the first is better in every pair, -1 if the second is. p: exact two-sided Wilcoxon signed-rank "
-        f"test; Holm: the same corrected for all {len(numbers.comparisons)} pairs of methods. {_zeros(numbers.comparisons)}",
+        f"test; Holm: the same corrected for {_count(len(numbers.comparisons), 'pair')} of methods. {_zeros(numbers.comparisons)}",
         [
             "first",
             "second",
