@@ -167,7 +167,8 @@ def _comparisons(numbers: Numbers, figures: Mapping[str, str]) -> Iterable[Block
         f"Paired differences in percentage points of {MEASURES[numbers.measure]}, first minus second, over the pairs of same "
         f"condition and seed. In brackets a 95 % bootstrap interval (BCa, over pairs, none below {MIN_FOR_INTERVAL}). "
         "Rank-biserial: 1 if the first is better in every pair, -1 if the second is. p: exact two-sided Wilcoxon signed-rank "
-        f"test; Holm: the same corrected for {_count(len(numbers.comparisons), 'pair')} of methods. {_zeros(numbers.comparisons)}",
+        f"test; Holm: the same corrected for {_count(len(numbers.comparisons), 'pair')} of methods. "
+        f"{_zeros(numbers.comparisons)}",
         [
             "first",
             "second",
