@@ -141,6 +141,8 @@ def test_association():
     rho = found.spearman.value
     reach = 1.959963984540054 * math.sqrt((1 + rho**2 / 2) / 17)
     assert found.spearman.low == pytest.approx(math.tanh(math.atanh(rho) - reach))
+    reach = 1.959963984540054 * math.sqrt(0.437 / 16)
+    assert found.kendall.high == pytest.approx(math.tanh(math.atanh(found.kendall.value) + reach))
     mirrored = association(-x, y).spearman
     assert (mirrored.value, mirrored.low) == pytest.approx((-rho, -found.spearman.high))
 
