@@ -18,6 +18,7 @@ import typer
 
 from raysim import __version__
 from raysim.bench import PARTS
+from raysim.report import MEASURES
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig
@@ -248,6 +249,54 @@ def export(
 
         names = export_runs(folders, out)
         typer.echo(f"wrote {len(names)} run{'s' if len(names) > 1 else ''} to {out}: runs, rounds, clients, README.md")
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders with run folders in them.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the report goes; default: report/ in DIR.")
+    ] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="What is compared, a configuration key; default: algorithm, weighting, fusion."
+        ),
+    ] = None,
+    measure: Annotated[
+        str, typer.Option(metavar="NAME", help=f"What it is compared by: {', '.join(MEASURES)}.")
+    ] = "last",
+    target: Annotated[
+        list[float] | None, typer.Option(metavar="ACCURACY", help="An accuracy to reach, such as 0.9; default: chosen.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Compare finished runs: tables, figures and tests as Markdown, HTML, LaTeX and JSON.
+
+    Runs that differ in nothing but the seed are replicates. What else varies is found by comparing their configurations:
+    methods (algorithm, weighting, fusion) are compared under the same conditions (everything else) and seeds. Says so where
+    there are too few pairs for a test.
+
+    Example: raysim report runs/alpha-study --target 0.8 --target 0.9
+    """
+    with _explained(debug, "the report is not complete"):
+        from rich.console import Console
+
+        from raysim.report.command import summary, write_report
+
+        done = write_report(folders, out, method_keys=methods or (), measure=measure, targets=target or ())
+        numbers = done.numbers
+        console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, 120)
+        console.print(summary(numbers))
+        for note in (*numbers.study.warnings, *numbers.power):
+            typer.echo(f"note: {note}")
+        for item in numbers.left_out:
+            typer.echo(f"left out: {item.folder}: {item.reason}")
+        typer.echo(f"wrote {done.folder}: report.html, report.md, report.tex, report.json, figures/")
 
 
 def main() -> None:
