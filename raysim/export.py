@@ -23,6 +23,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from raysim.errors import ConfigError
+from raysim.fields import flatten
 from raysim.recording.files import write_atomic
 from raysim.recording.runfolder import find_runs
 from raysim.recording.tables import COLUMNS, TableName, read_table
@@ -135,17 +136,6 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{folder / 'config.yaml'}: is not a configuration")
     return config
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as `key.path` -> value; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def varied(flat: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ The constraints are plain `annotated_types`, so that defining a section loads ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -32,3 +33,19 @@ class Section:
     """Base of all configuration sections: unknown keys, text for numbers, NaN and infinity are refused."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted key paths and their values, in order; lists and empty sections are values.
+
+    Example:
+        >>> flatten({"seed": 1, "client": {"optimizer": {"lr": 0.5}}})
+        {'seed': 1, 'client.optimizer.lr': 0.5}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from raysim.config import RunConfig, load_config
 from raysim.errors import ConfigError
 from raysim.execution.base import StoredState
+from raysim.fields import flatten
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, read_latest
 from raysim.recording.manifest import package_versions
@@ -103,7 +104,7 @@ def check_same(config: RunConfig) -> None:
     """
     _check_run_folder(config.folder)
     stored = load_config(config.folder / "config.yaml")
-    before, now = dict(_leaves(stored.as_dict())), dict(_leaves(config.as_dict()))
+    before, now = flatten(stored.as_dict()), flatten(config.as_dict())
     problems = [
         f"{key}: {now.get(key)}, but the run in {config.folder} was begun with {before.get(key)}; a resumed run may change "
         f"only {', '.join(FREE)}"
@@ -180,11 +181,3 @@ def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
 
 def _is_free(key: str) -> bool:
     return key not in _NUMERIC and any(key == free or key.startswith(f"{free}.") for free in FREE)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from raysim.cli import app
 from raysim.errors import ConfigError
-from raysim.export import export, flatten, varied
+from raysim.export import export, varied
+from raysim.fields import flatten
 from runs import TINY, run
 
 

@@ -60,14 +60,6 @@ def pick(plain: Mapping[str, Any], paths: Iterable[str] | None) -> dict[str, Val
     return found
 
 
-def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with one entry per value, named by its path."""
-    entries: dict[str, Any] = {}
-    for key, value in plain.items():
-        entries |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return entries
-
-
 def _problem(root: type, path: str) -> str | None:
     sections, keys = [root], path.split(".")
     for depth, key in enumerate(keys):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from raysim.errors import ConfigError
-from raysim.recording.hparams import flat
+from raysim.fields import flatten
 from raysim.recording.logger import RunInfo
 from raysim.recording.manifest import write_json
 from raysim.recording.metrics import RoundMetrics
@@ -52,7 +52,7 @@ class MlflowLogger:
                 self._client: Any = MlflowClient(tracking_uri=uri)
                 experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "raysim", local)
                 self._run_id = self._open(info, experiment)
-                settings = flat(info.config) if info.resume_round is None else {}
+                settings = flatten(info.config) if info.resume_round is None else {}
                 params = [Param(key, _text(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
                 for start in range(0, len(params), _PARAMS_PER_CALL):
                     self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])

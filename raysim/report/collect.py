@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 
 from raysim.configfile import read_yaml
 from raysim.errors import ConfigError
+from raysim.fields import flatten
+from raysim.recording.runfolder import find_runs
 from raysim.recording.tables import read_table
 
 NOT_A_SETTING = ("name", "output", "execution", "data.root")
 """Parts of a configuration that say where things lie and who does the work, not what is computed."""
-_ABANDONED = "attempts"
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ def collect(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         raise ConfigError([f"{folder}: is not a folder" for folder in missing])
-    seen: set[Path] = set()
-    places = [place for folder in folders for place in _run_folders(folder, seen)]
+    places = {path.resolve(): path for folder in folders for path in find_runs(folder)}.values()
     runs: list[Run] = []
     left_out: list[LeftOut] = []
     for folder in sorted(places):
@@ -133,23 +133,6 @@ def collect(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
         why = [f"{item.folder}: {item.reason}" for item in left_out]
         raise ConfigError([f"{where}: no finished run in {len(places)} run folder{'s' * (len(places) != 1)}", *why])
     return runs, left_out
-
-
-def _run_folders(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    real = folder.resolve()
-    if real in seen:  # Given twice, or a link to one of its own parents.
-        return
-    seen.add(real)
-    if (folder / "config.yaml").is_file() and ((folder / "result.json").is_file() or (folder / "rounds").is_dir()):
-        yield folder
-        return
-    try:
-        children = sorted(folder.iterdir())
-    except OSError:
-        return
-    for child in children:
-        if child.is_dir() and child.name != _ABANDONED and not child.name.startswith("."):
-            yield from _run_folders(child, seen)
 
 
 def _read(folder: Path) -> Run | LeftOut:
@@ -177,7 +160,7 @@ def _run(folder: Path, values: Mapping[str, Any], result: Mapping[str, Any], cur
     clients = read_table(folder, "clients")
     counts_NK = _class_counts(folder / "partition.parquet")
     backend = (values.get("execution") or {}).get("backend", "?")
-    settings = {key: value for key, value in flat(values).items() if not below(key, ("seed", *NOT_A_SETTING))}
+    settings = {key: value for key, value in flatten(values).items() if not below(key, ("seed", *NOT_A_SETTING))}
     costs = {f"client_{name}": _sums(clients, name, curve.round_num) for name in ("train_s", "score_s")}
     costs["scored_clients"] = _sums(clients, "score_s", curve.round_num, count=True)
     return Run(
@@ -247,17 +230,6 @@ def label_entropy(counts_NK: np.ndarray) -> np.ndarray:
 def below(key: str, sections: Sequence[str]) -> bool:
     """Whether a dotted key is one of the sections or lies in one."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys; lists stay values."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def _sums(clients: Any, name: str, round_num: np.ndarray, *, count: bool = False) -> np.ndarray:

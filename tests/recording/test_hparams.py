@@ -4,7 +4,8 @@ import pytest
 
 from raysim.config import RunConfig, resolve
 from raysim.errors import ConfigError
-from raysim.recording.hparams import DEFAULT_HPARAMS, flat, path_problems, pick
+from raysim.fields import flatten
+from raysim.recording.hparams import DEFAULT_HPARAMS, path_problems, pick
 
 
 def test_the_default_keys_exist():
@@ -58,4 +59,4 @@ def test_values_of_a_study_come_back_as_they_were():
 def test_values_by_path():
     plain = {"a": {"b": 1, "c": None, "d": [1, 2]}, "e": "x"}
     assert pick(plain, ["e", "a.b", "a.c", "a.d", "a.z"]) == {"e": "x", "a.b": 1, "a.d": "[1, 2]"}
-    assert flat(plain) == {"a.b": 1, "a.c": None, "a.d": [1, 2], "e": "x"}
+    assert flatten(plain) == {"a.b": 1, "a.c": None, "a.d": [1, 2], "e": "x"}

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from raysim.errors import ConfigError
-from raysim.report.collect import collect, curve_of, flat, label_entropy
+from raysim.fields import flatten
+from raysim.report.collect import collect, curve_of, label_entropy
 from raysim.report.study import study_of
 
 Make = Callable[..., Path]
@@ -150,7 +151,7 @@ def test_entropy_by_hand():
 
 
 def test_flat_keeps_lists_and_empty_sections():
-    assert flat({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": {}}) == {"a.b.c": 1, "a.d": [1, 2], "e": {}}
+    assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": {}}) == {"a.b.c": 1, "a.d": [1, 2], "e": {}}
 
 
 def test_columns_of_other_versions_may_be_missing_or_new():
