@@ -181,8 +181,7 @@ def _layout(*, each_client: bool) -> Any:
             lines("accuracy (test)", "global/accuracy"),
             lines(
                 "accuracy: best so far (test), global and clients (validation)",
-                "global/best_accuracy",
-                "global/validation_accuracy",
+                "global/(best|validation)_accuracy",
                 "validation/accuracy_median",
             ),
             lines("macro F1 (test)", "global/macro_f1"),

@@ -13,7 +13,7 @@ from raysim.errors import ConfigError, RunError
 from raysim.recording import loggers
 from raysim.recording.logger import RunInfo
 from raysim.recording.loggers import Loggers, check_installed, open_loggers
-from raysim.simulation import load
+from raysim.runrecord import load
 
 FEW = ("model.name=mlp", "client.per_round=3", "client.local_epochs=1", "output.checkpoint_every=0")
 
