@@ -251,13 +251,14 @@ def validated(kind: type[Kind], values: Mapping[str, Any], *, places: Mapping[Ke
         ConfigError: All problems.
     """
     try:
-        return _validator(kind).validate_json(json.dumps(values, default=str))
+        checked: Kind = _validator(kind).validate_json(json.dumps(values, default=str))  # type: ignore[arg-type]
+        return checked
     except ValidationError as error:
         raise ConfigError(_explain(error, values, places, source, kind)) from None
 
 
 @functools.cache
-def _validator(kind: type[Kind]) -> TypeAdapter[Kind]:
+def _validator(kind: type[Section]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

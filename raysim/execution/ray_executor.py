@@ -29,7 +29,7 @@ from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_cohort import CohortRun
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, wait_for_resources
-from raysim.execution.ray_plan import Demand, better_split, make_plan, memory_line, round_seconds
+from raysim.execution.ray_plan import Demand, better_split, make_plan, memory_line, parts_of, round_seconds
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
@@ -54,15 +54,19 @@ class RayExecutor:
         settings: Pools and resources.
         demand: Expected work, for the plan.
         say: Told the plan, line by line, before any actor starts.
+        parts: Only 1/parts of the cluster is planned for.
 
     Raises:
         ConfigError: Ray cannot be reached, or its resources do not suffice.
     """
 
-    def __init__(self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info) -> None:
+    def __init__(
+        self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info, parts: int = 1
+    ) -> None:
         self._setup = setup
         self._settings = settings
         self._demand = demand
+        self._parts = parts
         clock = time.perf_counter()
         self._connection: Connection = connect(settings, demand.store_bytes)
         connected = time.perf_counter()
@@ -74,7 +78,7 @@ class RayExecutor:
         self._cost = CostModel()
         self._backend: RayBackend | None = None
         try:
-            self.plan = make_plan(settings, cluster_nodes(), demand)
+            self.plan = make_plan(settings, parts_of(cluster_nodes(), parts), demand)
             for line in self.plan.lines():
                 say(line)
             if self.plan.warning:
@@ -106,7 +110,8 @@ class RayExecutor:
     def adopt(self, setup: Setup, settings: ExecutionSettings, demand: Demand) -> bool:
         """Take over another run with the pools as they are; False if it would get other ones."""
         assert self._backend is not None
-        if settings != self._settings or make_plan(settings, cluster_nodes(), demand) != self.plan:
+        nodes = parts_of(cluster_nodes(), self._parts)
+        if settings != self._settings or make_plan(settings, nodes, demand) != self.plan:
             return False
         if self._scorers.lost_slots or self._clients.lost_slots:
             return False

@@ -1,7 +1,7 @@
 """A sweep, fully stated: from a YAML file to its points, each a checked `RunConfig` with a stable id.
 
-A point's id is a hash of what can change its numbers and differs from its default, so it stays when the file is rearranged, when
-points are added, when results or data move, and when raysim gets new settings.
+A point's id is a hash of what can change its numbers and differs from its default, so it stays when the file is rearranged,
+when points are added, when results or data move, and when raysim gets new settings.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ def _base(
         source = str(file)
     problems = []
     for keys, value in sorted(_leaves(sweep.run), key=lambda leaf: leaf[0][-1] != "name"):
-        place = next((places[("run", *keys[:n])] for n in range(len(keys), -1, -1) if ("run", *keys[:n]) in places), source)
+        place = next(
+            (places[("run", *keys[:n])] for n in range(len(keys), -1, -1) if ("run", *keys[:n]) in places), source
+        )
         path_ = tuple(part for key in keys for part in key.split("."))
         if problem := put(values, inner, path_, value, place):
             problems.append(f"{place}: {'.'.join(path_)}: {problem}")
@@ -240,7 +242,9 @@ def _check_keys(
 
     varied = sweep.varied()
     said_twice = [key for key in sweep.grid if any(key in entry for entry in sweep.list or ())]
-    problems += [f"{place(f'grid.{key}')}: {key} is set by grid and by list; leave it in one of them" for key in said_twice]
+    problems += [
+        f"{place(f'grid.{key}')}: {key} is set by grid and by list; leave it in one of them" for key in said_twice
+    ]
     if sweep.seeds is not None:
         also = [key for key in ("grid", "list") if "seed" in (sweep.grid if key == "grid" else _listed(sweep))]
         problems += [f"{place(key)}: seed is set by {key} and by seeds; leave it in one of them" for key in also]
@@ -294,9 +298,10 @@ def _points(
                 problems.setdefault(problem, []).append(slug(settings))
             continue
         digest = point_id(config)
-        output = dataclasses.replace(config.output, dir=config.output.dir / sweep.name)
-        if "hparams" in {item.name for item in dataclasses.fields(output)}:
-            output = dataclasses.replace(output, **{"hparams": tuple(varied)})
+        changes: dict[str, Any] = {"dir": config.output.dir / sweep.name}
+        if "hparams" in {item.name for item in dataclasses.fields(config.output)}:
+            changes["hparams"] = tuple(varied)
+        output = dataclasses.replace(config.output, **changes)
         config = dataclasses.replace(config, name="-".join(filter(None, [slug(settings), digest])), output=output)
         points.append(Point(digest, settings, config))
     count = len(points) + len({point for names in problems.values() for point in names})
