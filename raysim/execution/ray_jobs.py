@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import requests
@@ -13,51 +12,10 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from raysim.errors import ConfigError, RunError
+from raysim.execution.jobs import Driver, Job, Unreachable
 
 LIMITS_S = (5.0, 60.0)
 """Longest times to connect to the job server, and between two bytes of its answer."""
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-PACKAGE_LIMIT = 512 * 2**20
-"""Bytes of a working directory beyond which Ray refuses it, unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A submitted job.
-
-    Attributes:
-        id: Its submission id.
-        status: `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED` or `STOPPED`.
-        entrypoint: Its command line.
-        message: Ray's words about the status.
-        exit_code: Of its driver, once it has ended.
-    """
-
-    id: str
-    status: str
-    entrypoint: str
-    message: str
-    exit_code: int | None
-
-    @property
-    def ended(self) -> bool:
-        """Whether it will not change any more."""
-        return self.status in ENDED
-
-
-@dataclass(frozen=True)
-class Driver:
-    """What a job's driver reserves; anything lets it leave the head node.
-
-    Attributes:
-        cpus: CPUs.
-        memory: Bytes.
-        resources: Custom resources, each with its amount.
-    """
-
-    cpus: float | None = None
-    memory: int | None = None
-    resources: Mapping[str, float] | None = None
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc]
@@ -131,10 +89,6 @@ class Jobs:
             raise RunError(f"{self.address}: {_line(error)}") from None
         except (RuntimeError, ValueError) as error:
             raise RunError(f"{self.address}: {_line(error)}") from None
-
-
-class Unreachable(RunError):
-    """The job server does not answer at the moment."""
 
 
 @contextmanager

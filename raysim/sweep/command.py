@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from raysim.errors import ConfigError, RunError
+from raysim.execution.jobs import PACKAGE_LIMIT, Driver
 from raysim.sweep.board import Board
 from raysim.sweep.folder import SweepFolder
 from raysim.sweep.jobs import JobSweep, entrypoint, job_id, parse_resources, submit_line
 from raysim.sweep.package import package
 from raysim.sweep.settings import Point, Sweep, load_sweep
-
-if TYPE_CHECKING:
-    from raysim.execution.ray_jobs import Driver
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,6 @@ def run_sweep(
 
 
 def _driver(options: Options) -> Driver:
-    from raysim.execution.ray_jobs import Driver
-
     resources = parse_resources(options.entrypoint_resources)
     return Driver(options.entrypoint_cpus, options.entrypoint_memory, resources)
 
@@ -156,8 +152,6 @@ def _runtime_env(sweep: Sweep, folder: SweepFolder, options: Options, say: Calla
     """Of every job: nothing, as everything is in the point's file, or the source it is sent."""
     if options.working_dir is None:
         return {}
-    from raysim.execution.ray_jobs import PACKAGE_LIMIT
-
     archive = folder.path / "source.zip"
     data = [
         path for point in sweep.points for path in (point.config.data.root, point.config.data.path) if path is not None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from raysim.errors import ConfigError, RunError
+from raysim.execution.jobs import Driver, Job, Unreachable
 from raysim.recording.files import write_atomic
 from raysim.recording.tables import read_table
 from raysim.sweep.board import Board
@@ -27,7 +28,7 @@ from raysim.sweep.folder import SweepFolder, progressed
 from raysim.sweep.settings import Point, Sweep, slug
 
 if TYPE_CHECKING:
-    from raysim.execution.ray_jobs import Driver, Job, Jobs
+    from raysim.execution.ray_jobs import Jobs
 
 POLL_S = 1.0
 SILENCE_S = 30.0
@@ -113,17 +114,11 @@ class JobSweep:
                 for each in list(running.values()):
                     if self._watch(each, found.get(each.job), board, queue, retries):
                         del running[each.job]
-            except self._unreachable as error:
+            except Unreachable as error:
                 if time.monotonic() - answered > SILENCE_S:
                     raise RunError(
                         f"{error}; the jobs go on if the cluster does, the same command waits for them again"
                     ) from None
-
-    @property
-    def _unreachable(self) -> type[Exception]:
-        from raysim.execution.ray_jobs import Unreachable
-
-        return Unreachable
 
     def stop(self, say: Callable[[str], None]) -> int:
         """End all jobs of the sweep that have not ended; returns how many there were.

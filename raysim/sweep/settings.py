@@ -254,10 +254,11 @@ def _check_keys(
             problems.append(f"{place(origin)}: {key!r} is not a key path like partition.alpha")
         if keys[0] in ("name", "output"):
             problems.append(f"{place(origin)}: {key}: points get names and folders of their own; leave it out")
+        together = [{*entry, *sweep.grid} for entry in sweep.list or ({},)]
         problems += [
             f"{place(varied[other])}: {other} is a part of {key}, which {origin} sets; spell the parts out"
             for other in varied
-            if tuple(other.split("."))[: len(keys)] == keys and other != key
+            if other.startswith(f"{key}.") and any({key, other} <= point for point in together)
         ]
         for given, where in base_places.items():
             if where == "command line" and (given[: len(keys)] == keys or keys[: len(given)] == given):
