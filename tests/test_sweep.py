@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
+import sys
 import textwrap
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,14 @@ NASTY = [
     "back\\slash; rm & | > < * ? ! # ~",
     "- : yes",
 ]
+
+
+@pytest.fixture(autouse=True)
+def handler_of_sigterm() -> Iterator[None]:
+    """Commands set one for their process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -411,3 +424,81 @@ def test_a_package_leaves_data_results_and_caches_at_home(tmp_path):
     np.zeros(2**20, dtype=np.uint8).tofile(source / "heavy" / "x.bin")
     with pytest.raises(ConfigError, match=r"has 1 MiB in 3 files, Ray takes 0; the largest folders: heavy/ \(1 MiB\)"):
         package(source, target, [source / "deep" / "toy"], 2**19)
+
+
+# ---- lanes, signals ----
+
+
+@pytest.mark.slow
+def test_lanes_give_the_same_numbers_and_survive_the_death_of_one():
+    file = write(f"{TINY}seeds: 4\n")
+    assert call(file, "output.dir=one").exit_code == 0
+    command = [
+        sys.executable,
+        "-m",
+        "raysim",
+        "sweep",
+        str(file),
+        "output.dir=two",
+        "rounds=1",
+        "--max-concurrent",
+        "2",
+    ]
+    with subprocess.Popen(
+        [*command, "--retries", "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (lanes := children(process.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(lanes[0], signal.SIGKILL)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert results(Path("two/study")) == results(Path("one/study"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lanes", "sent", "status"),
+    [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143), (1, signal.SIGKILL, -9), (2, signal.SIGKILL, -9)],
+)
+def test_a_sweep_that_is_ended_goes_on_later_with_what_is_missing(lanes, sent, status):
+    file = write(f"{TINY}grid: {{rounds: [1, 100000]}}\n")
+    options = ["--max-concurrent", str(lanes)]
+    command = [sys.executable, "-m", "raysim", "sweep", str(file), *options]
+    folder = Path("runs/study")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(folder.glob("rounds1-*/result.json")) or not list(
+            folder.glob("rounds100000-*/rounds/*.parquet")
+        ):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        left = children(process.pid)
+        process.send_signal(sent)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == status, said
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < deadline, "a lane goes on"
+        time.sleep(0.1)
+    (long,) = folder.glob("rounds100000-*")
+    recorded = long / "result.json"
+    if sent != signal.SIGKILL or lanes > 1:
+        assert json.loads(recorded.read_text())["status"] == "interrupted"
+    else:
+        assert not recorded.exists()
+    if sent != signal.SIGKILL:
+        assert sorted(state(folder).values()) == ["finished", "interrupted"]
+        assert "the same command goes on with the others" in said
+    # What is missing, and nothing else: the same points by shorter runs would be other ones.
+    assert [line.split("rounds100000")[1][:1] for line in call(file, "--print").stdout.splitlines()] == ["-"]
+
+
+def children(pid: int) -> list[int]:
+    """The lanes of a sweep; multiprocessing's own helper process is none."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in task.read_text().split()]
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
