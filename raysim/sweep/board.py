@@ -91,7 +91,9 @@ class Board:
             self.rows[point.name] = row
         self._live: Live | None = None
         if console is not None and console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(console=console, get_renderable=lambda: self.table(SHOWN), refresh_per_second=2)
+            self._live = Live(
+                console=console, get_renderable=lambda: self.table(SHOWN), refresh_per_second=2, transient=True
+            )
 
     def __enter__(self) -> Self:
         if self._live is not None:

@@ -113,17 +113,19 @@ def run_sweep(
         done = len(sweep.points) - len(left)
         say(f"{sweep.name}: {len(sweep.points)} points, {done} finished before -> {folder.path}")
         count = options.max_concurrent or sweep.max_concurrent
-        with board:
-            if options.submit and left:
-                _job_sweep(sweep, folder, options, _runtime_env(sweep, folder, options, say)).run(
-                    left, board, options.retries
-                )
-            elif left:
-                from raysim.sweep.lanes import run_here
+        try:
+            with board:
+                if options.submit and left:
+                    runtime_env = _runtime_env(sweep, folder, options, say)
+                    _job_sweep(sweep, folder, options, runtime_env).run(left, board, options.retries)
+                elif left:
+                    from raysim.sweep.lanes import run_here
 
-                run_here(left, folder, board, count, options.retries, command)
-    out.print(board.table())
-    out.print(f"results {folder.path}", markup=False, highlight=False, soft_wrap=True)
+                    run_here(left, folder, board, count, options.retries, command)
+        finally:
+            if not left or any(row.attempts for row in board.rows.values()):
+                out.print(board.table())
+                out.print(f"results {folder.path}", markup=False, highlight=False, soft_wrap=True)
     if board.unfinished:
         failed = [f"{row.name}: {row.reason or row.status}" for row in board.unfinished]
         raise RunError(

@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,17 @@ def attempt(file: Path, session: Session, tell: Tell, command: Sequence[str], pa
             file, progress=progress, session=session, command=command, say=lambda line: tell("message", line)
         )
     except ConfigError as error:
-        hint = f" (with max_concurrent: {parts} a point gets 1/{parts} of the cluster)" if parts > 1 else ""
-        return End("failed", "; ".join(error.problems) + hint)
+        reason = "; ".join(error.problems)
+        if parts > 1 and reason.startswith("execution"):
+            reason += f" (with max_concurrent: {parts} a point gets 1/{parts} of the cluster)"
+        return End("failed", reason)
     except RaysimError as error:
         return End("failed", str(error), again=True)
     except Exception as error:
-        tell("message", traceback.format_exc())
-        return End("failed", f"unexpected {type(error).__name__}: {error}", again=True)
+        errors = file.parent.parent / "errors.log"
+        with errors.open("a", encoding="utf-8") as log:
+            log.write(f"{datetime.now(UTC).isoformat()} {file.stem}\n{traceback.format_exc()}\n")
+        return End("failed", f"unexpected {type(error).__name__}: {error} (traceback in {errors})", again=True)
     return End("finished", result=dict(record.result))
 
 
