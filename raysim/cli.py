@@ -6,6 +6,7 @@ Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -210,6 +211,7 @@ def point(
         from rich.console import Console
 
         from raysim.config import load_config
+        from raysim.errors import ConfigError
         from raysim.recording.progress import make_progress
         from raysim.simulation import Session
         from raysim.sweep.folder import run_point
@@ -218,8 +220,12 @@ def point(
         file = path_of(url)
         rounds = load_config(file).rounds if file.is_file() else 0
         progress = make_progress(rounds, Console(stderr=True))
-        with Session(parts) as session:
-            record = run_point(file, progress=progress, session=session, command=sys.argv, say=progress.message)
+        try:
+            with Session(parts) as session:
+                record = run_point(file, progress=progress, session=session, command=sys.argv, say=progress.message)
+        except ConfigError as error:
+            # A path may be missing on one node only.
+            raise ConfigError([f"node {socket.gethostname()}: {problem}" for problem in error.problems]) from None
         typer.echo(f"{record.result['status']}: {record.folder}")
 
 

@@ -384,6 +384,11 @@ def test_printed_lines_leave_finished_points_out_and_count_attempts():
     folder = SweepFolder(Path.cwd() / "runs" / "study")
     first, second, _ = load_sweep(file).points
     raysim.run(folder.point_file(first.name))
+    # What a job does that is begun although its point is finished: nothing.
+    written = (first.config.folder / "result.json").stat().st_mtime_ns
+    again = CliRunner().invoke(app, ["point", folder.point_file(first.name).as_uri()])
+    assert again.exit_code == 0, again.output
+    assert (first.config.folder / "result.json").stat().st_mtime_ns == written
     second.config.folder.mkdir()
     lines = call(file, "--print").stdout.splitlines()
     assert [line.split()[4] for line in lines] == [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,7 +157,7 @@ def run_point(
     if not file.is_file() or not os.access(sweep, os.W_OK):
         what = "cannot be written" if file.is_file() else f"has no points/{file.name}"
         raise ConfigError(
-            f"node {socket.gethostname()}: {sweep} {what}; the folder of a sweep (output.dir) must lie on storage that every "
+            f"{sweep} {what}; the folder of a sweep (output.dir) must lie on storage that every "
             "node sees under the same path"
         )
     config = load_config(file)

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
+import pyarrow.parquet as pq
+
 from raysim.errors import ConfigError, RunError
 from raysim.execution.jobs import Driver, Job, Unreachable
 from raysim.recording.files import write_atomic
-from raysim.recording.tables import read_table
 from raysim.sweep.board import Board
 from raysim.sweep.folder import SweepFolder, progressed
 from raysim.sweep.settings import Point, Sweep, slug
@@ -251,11 +252,15 @@ def submit_line(address: str | None, job: str, command: str, runtime_env: Mappin
 
 def latest_round(folder: Path) -> tuple[int, float | None] | None:
     """The last committed round of a run that goes on elsewhere, and its accuracy."""
+    # Of the many files the last one only: this is asked for every second.
+    last = max((folder / "rounds").glob("[0-9]*.parquet"), default=None)
+    if last is None:
+        return None
     try:
-        rows = read_table(folder, "rounds").select(["round_num", "accuracy"]).to_pylist()
+        row = pq.read_table(last, columns=["round_num", "accuracy"]).to_pylist()[-1]
     except (OSError, ValueError):  # Moved away, or not yet complete on a shared file system.
         return None
-    return (int(rows[-1]["round_num"]), rows[-1]["accuracy"]) if rows else None
+    return int(row["round_num"]), row["accuracy"]
 
 
 def parse_resources(texts: Sequence[str]) -> dict[str, float]:
