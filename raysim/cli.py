@@ -6,6 +6,7 @@ Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -149,6 +150,102 @@ def partition(file: ConfigFile, overrides: Overrides = None, debug: Debug = Fals
         Console().print(_partition_table(data.class_counts))
         typer.echo(f"hash {data.partition.content_hash}")
         typer.echo(f"wrote {path} and {path.with_suffix('.png').name}")
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the sweep.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the base.")
+    ] = None,
+    submit: Annotated[
+        str | None, typer.Option(metavar="URL", help="Run the points as jobs of the cluster with this dashboard.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print the `ray job submit` lines of the points that are left, and end.")
+    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the sweep's jobs (with --submit).")] = False,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Points at the same time, each on 1/N of the cluster.")
+    ] = None,
+    retries: Annotated[int, typer.Option(min=0, metavar="N", help="How often a failed point is run again.")] = 0,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Source to send to the jobs; without it raysim is installed on the cluster."),
+    ] = None,
+    entrypoint_cpus: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="CPUs that a job's driver reserves; it may then leave the head."),
+    ] = None,
+    entrypoint_memory: Annotated[
+        int | None, typer.Option(min=1, metavar="BYTES", help="Memory that a job's driver reserves.")
+    ] = None,
+    entrypoint_resource: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=X", help="Custom resource that a job's driver reserves.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run every point of a sweep that is not finished: here, as Ray jobs (--submit), or as printed lines (--print).
+
+    Points that are finished are skipped, others are begun again. Exit status 0: all points are finished; 3: some are not.
+
+    Example: raysim sweep configs/sweep.yaml rounds=3 output.dir=/tmp/runs --max-concurrent 2
+    """
+    kept = "finished points are kept, the same command goes on with the others"
+    if submit and not stop:
+        kept = "submitted jobs go on; the same command waits for them, with --stop it ends them"
+    with _explained(debug, kept):
+        from rich.console import Console
+
+        from raysim.sweep.command import Options, run_sweep
+
+        options = Options(
+            submit,
+            show,
+            stop,
+            max_concurrent,
+            retries,
+            working_dir,
+            entrypoint_cpus,
+            entrypoint_memory,
+            tuple(entrypoint_resource or ()),
+        )
+        out = Console()
+        if not out.is_terminal:
+            out.width = max(out.width, 160)
+        run_sweep(file, overrides or [], options, out, Console(stderr=True), sys.argv)
+
+
+@app.command(hidden=True)
+def point(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The point's file in the folder of its sweep.")],
+    parts: Annotated[int, typer.Option(min=1, metavar="N", help="Use 1/N of the cluster.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Run one point of a sweep, unless it is finished; this is what the jobs of `raysim sweep` do.
+
+    Example: raysim point file:///results/alpha-study/points/fedvg-alpha0.1-a4b538b6.yaml
+    """
+    with _explained(debug):
+        from rich.console import Console
+
+        from raysim.config import load_config
+        from raysim.errors import ConfigError
+        from raysim.recording.progress import make_progress
+        from raysim.simulation import Session
+        from raysim.sweep.folder import run_point
+        from raysim.sweep.jobs import path_of
+
+        file = path_of(url)
+        rounds = load_config(file).rounds if file.is_file() else 0
+        progress = make_progress(rounds, Console(stderr=True))
+        try:
+            with Session(parts) as session:
+                record = run_point(file, progress=progress, session=session, command=sys.argv, say=progress.message)
+        except ConfigError as error:
+            # A path may be missing on one node only.
+            raise ConfigError([f"node {socket.gethostname()}: {problem}" for problem in error.problems]) from None
+        typer.echo(f"{record.result['status']}: {record.folder}")
 
 
 @app.command()

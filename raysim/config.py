@@ -17,7 +17,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
@@ -47,7 +47,8 @@ DEFAULT_FRACTION = 0.1
 """Share of the clients per round when a configuration gives neither `per_round` nor `fraction` (FedAvg's and FedVG's 0.1)."""
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """The name, if it can be that of a folder; else a ValueError."""
     if "/" in name or name in ("", ".", "..") or name != name.strip() or not name.isprintable():
         raise ValueError(f"{name!r} cannot be the name of a folder")
     return name
@@ -118,7 +119,7 @@ class RunConfig(Section):
         output: Results.
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    name: Annotated[str, AfterValidator(folder_name)] = "run"
     seed: NonNegativeInt = 0
     rounds: Count = 30
     data: DataSettings = field(default_factory=DataSettings)
@@ -216,9 +217,9 @@ def resolve(
     places = places or {}
     problems = _unknown_names(values, places, source)
     try:
-        config = _validator().validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        raise ConfigError([*_explain(error, values, places, source), *problems]) from None
+        config = validated(RunConfig, values, places=places, source=source)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
     return _absolute(config, source)
@@ -237,19 +238,45 @@ def _unknown_names(values: Mapping[str, Any], places: Mapping[KeyPath, str], sou
     return problems
 
 
+Kind = TypeVar("Kind", bound=Section)
+
+
+def validated(kind: type[Kind], values: Mapping[str, Any], *, places: Mapping[KeyPath, str], source: str) -> Kind:
+    """Plain values as the configuration that they state.
+
+    Args:
+        kind: The dataclass behind the outermost keys.
+        values: Nested mappings, as read from YAML.
+        places: Where each key path stands, for messages.
+        source: Used where no place is known.
+
+    Raises:
+        ConfigError: All problems.
+    """
+    try:
+        checked: Kind = _validator(kind).validate_json(json.dumps(values, default=str))  # type: ignore[arg-type]
+        return checked
+    except ValidationError as error:
+        raise ConfigError(_explain(error, values, places, source, kind)) from None
+
+
 @functools.cache
-def _validator() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
+def _validator(kind: type[Section]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _explain(
-    error: ValidationError, values: Mapping[str, Any], places: Mapping[KeyPath, str], source: str
+    error: ValidationError,
+    values: Mapping[str, Any],
+    places: Mapping[KeyPath, str],
+    source: str,
+    root: type[Section] = RunConfig,
 ) -> list[str]:
-    """Pydantic's findings in the words of a user, one per key."""
+    """Pydantic's findings about a configuration of type `root` in the words of a user, one per key."""
     found: dict[KeyPath, list[str]] = {}
     shown: dict[KeyPath, str] = {}
     for item in error.errors():
-        path, section = _walk(item["loc"], values)
+        path, section = _walk(item["loc"], values, root)
         kind, given, context = item["type"], item["input"], item.get("ctx", {})
         if kind == "unexpected_keyword_argument":
             path = (*path, str(item["loc"][-1]))
@@ -267,7 +294,7 @@ def _explain(
             path, text = _blame(path, section, text)
         else:
             text = item["msg"].removeprefix("Input ").replace("valid ", "").replace("an object", "a section of keys")
-            text = text.replace("a integer", "a whole number")
+            text = text.replace("a integer", "a whole number").replace("a array", "a list")
             shown[path] = _show(given)
         texts = found.setdefault(path, [])
         if text not in texts:
@@ -280,15 +307,18 @@ def _explain(
     return problems
 
 
-def _walk(loc: Sequence[int | str], values: Mapping[str, Any]) -> tuple[KeyPath, Any]:
+def _walk(loc: Sequence[int | str], values: Mapping[str, Any], root: type[Section]) -> tuple[KeyPath, Any]:
     """The keys of a pydantic location, without the tags of alternatives in it, and the section they lead to."""
     path: list[str] = []
     here: Any = values
-    section: Any = RunConfig
+    section: Any = root
     for part in loc:
         if dataclasses.is_dataclass(section) and part in {f.name for f in dataclasses.fields(section)}:
             here = here.get(part) if isinstance(here, Mapping) else None
             section = _section_at(section, str(part), here)
+            path.append(str(part))
+        elif section is None and isinstance(here, Mapping) and part in here:  # A mapping whose keys are the user's.
+            here = here[part]
             path.append(str(part))
     return tuple(path), section
 

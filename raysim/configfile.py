@@ -68,24 +68,30 @@ def apply_overrides(values: dict[str, Any], places: dict[KeyPath, str], override
         except _UNREADABLE as error:
             problems.append(f"command line: {key}: {value!r} is not a YAML value: {_why(error)}")
             continue
-        section: Any = values
-        for part in keys[:-1]:
-            if section.get(part) is None:
-                section[part] = {}
-            section = section[part]
-            if not isinstance(section, dict):
-                problems.append(f"command line: {key}: {part} is not a section")
-                break
-        else:
-            # Another method's settings make no sense beside a new name, nor do those the new one does not know.
-            if keys in (("algorithm", "name"), ("weighting", "name")) and section.get("name") != parsed:
-                section.clear()
-            section[keys[-1]] = parsed
-            for below in [path for path in places if path[: len(keys)] == keys]:
-                del places[below]
-            places[keys] = "command line"
+        if problem := put(values, places, keys, parsed, "command line"):
+            problems.append(f"command line: {key}: {problem}")
     if problems:
         raise ConfigError(problems)
+
+
+def put(values: dict[str, Any], places: dict[KeyPath, str], keys: KeyPath, value: Any, place: str) -> str | None:
+    """Set one key path, in place; what is wrong with it, if anything."""
+    section: Any = values
+    for depth, part in enumerate(keys[:-1], 1):
+        if section.get(part) is None:
+            section[part] = {}
+            places[keys[:depth]] = place
+        section = section[part]
+        if not isinstance(section, dict):
+            return f"{part} is not a section"
+    # Another method's settings make no sense beside a new name, nor do those the new one does not know.
+    if keys in (("algorithm", "name"), ("weighting", "name")) and section.get("name") != value:
+        section.clear()
+    section[keys[-1]] = value
+    for below in [path for path in places if path[: len(keys)] == keys]:
+        del places[below]
+    places[keys] = place
+    return None
 
 
 def _plain(node: Any) -> Any:

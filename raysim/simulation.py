@@ -278,10 +278,14 @@ class Session:
                 raysim.run("configs/quickstart.yaml", [f"seed={seed}", f"name=seed-{seed}"], session=session)
 
     Pools that a run needs in another shape are started afresh. Results are those of separate runs, bit for bit.
+
+    Args:
+        parts: The pools are planned for 1/parts of the cluster, so that as many sessions can share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 1) -> None:
         self._executor: Executor | None = None
+        self._parts = parts
 
     def __enter__(self) -> Session:
         return self
@@ -294,7 +298,7 @@ class Session:
         executor, settings = self._executor, prepared.config.execution
         if executor is None or not executor.adopt(prepared.setup, settings, prepared.demand):
             self.close()
-            executor = self._executor = make_executor(prepared, progress)
+            executor = self._executor = make_executor(prepared, progress, self._parts)
         return executor
 
     @contextlib.contextmanager
@@ -313,8 +317,8 @@ class Session:
             executor.close()
 
 
-def make_executor(prepared: Prepared, progress: Progress) -> Executor:
-    """The executor that the configuration asks for; the Ray one is imported only then."""
+def make_executor(prepared: Prepared, progress: Progress, parts: int = 1) -> Executor:
+    """The executor that the configuration asks for, on 1/parts of the cluster; the Ray one is imported only then."""
     settings = prepared.config.execution
     if settings.backend == "serial":
         from raysim.execution.serial import SerialExecutor
@@ -326,7 +330,7 @@ def make_executor(prepared: Prepared, progress: Progress) -> Executor:
         logger.info(line)
         progress.message(line)
 
-    return RayExecutor(prepared.setup, settings, prepared.demand, say)
+    return RayExecutor(prepared.setup, settings, prepared.demand, say, parts)
 
 
 def rounds(

@@ -56,7 +56,7 @@ FAMILIES = {"algorithms", "weighting", "fusion"}
 WITH_LAYERS_OF_TORCH = {"raysim.objective", "raysim.evaluation", "raysim.bench.bare"}
 WITH_RAY = {
     f"raysim.execution.ray_{part}"
-    for part in ("actors", "backend", "cohort", "connection", "executor", "light", "metrics", "traffic", "tune")
+    for part in ("actors", "backend", "cohort", "connection", "executor", "jobs", "light", "metrics", "traffic", "tune")
 }
 
 

@@ -17,7 +17,9 @@ from raysim.weighting.size import Size
 from raysim.weighting.uniform import Uniform
 from runs import QUICKSTART
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted(
+    path for path in (Path(__file__).parents[1] / "configs").glob("*.yaml") if not path.stem.startswith("sweep")
+)
 
 Write = Callable[..., Path]
 

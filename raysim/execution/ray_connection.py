@@ -103,6 +103,12 @@ def connect(settings: ExecutionSettings, store_bytes: float = 0.0) -> Connection
     return Connection(True, address or "a local Ray")
 
 
+def gcs_address() -> str:
+    """Where other processes find the Ray that this one is connected to."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
 def cluster_nodes() -> list[Node]:
     """The nodes that are alive, with what they offer in all."""
     return [

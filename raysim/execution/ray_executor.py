@@ -29,7 +29,16 @@ from raysim.execution.cost import CostModel
 from raysim.execution.ray_backend import RayBackend, ray_gpus, signals_heard
 from raysim.execution.ray_cohort import CohortRun
 from raysim.execution.ray_connection import Connection, cluster_nodes, connect, given_group, wait_for_resources
-from raysim.execution.ray_plan import Demand, Plan, better_split, fixed_plan, make_plan, memory_line, round_seconds
+from raysim.execution.ray_plan import (
+    Demand,
+    Plan,
+    better_split,
+    fixed_plan,
+    make_plan,
+    memory_line,
+    parts_of,
+    round_seconds,
+)
 from raysim.execution.ray_pool import Done, InputLost, Pool, Unit, run_until, wait_until_started
 from raysim.execution.ray_traffic import Traffic
 from raysim.execution.settings import ExecutionSettings
@@ -54,15 +63,19 @@ class RayExecutor:
         settings: Pools and resources.
         demand: Expected work, for the plan.
         say: Told the plan, line by line, before any actor starts.
+        parts: Only 1/parts of the cluster is planned for.
 
     Raises:
         ConfigError: Ray cannot be reached, or its resources do not suffice.
     """
 
-    def __init__(self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info) -> None:
+    def __init__(
+        self, setup: Setup, settings: ExecutionSettings, demand: Demand, say: Any = logger.info, parts: int = 1
+    ) -> None:
         self._setup = setup
         self._settings = settings
         self._demand = demand
+        self._parts = parts
         clock = time.perf_counter()
         self._connection: Connection = connect(settings, demand.store_bytes)
         connected = time.perf_counter()
@@ -92,7 +105,8 @@ class RayExecutor:
             raise
 
     def _make_plan(self, settings: ExecutionSettings, demand: Demand) -> Plan:
-        return (make_plan if self._given is None else fixed_plan)(settings, cluster_nodes(), demand)
+        nodes = parts_of(cluster_nodes(), self._parts)
+        return (make_plan if self._given is None else fixed_plan)(settings, nodes, demand)
 
     def _start(self) -> None:
         plan, settings = self.plan, self._settings

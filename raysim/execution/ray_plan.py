@@ -37,6 +37,13 @@ class Node:
     store: float = math.inf
 
 
+def parts_of(nodes: Sequence[Node], parts: int) -> list[Node]:
+    """The k-th part of every node, for one of k runs that share the cluster."""
+    return [
+        Node(node.name, node.cpus / parts, node.gpus / parts, node.memory / parts, node.store / parts) for node in nodes
+    ]
+
+
 def starts_ray(settings: ExecutionSettings) -> bool:
     """Whether a run would start a Ray of its own: no cluster is named, and this process is not connected to one."""
     ray = sys.modules.get("ray")  # A process that has not imported it is not connected.
@@ -168,14 +175,14 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
     per_client = settings.client_actors == "per_client"
     clients_given = settings.client_actors if isinstance(settings.client_actors, int) else None
     limit = clients_given or (demand.clients if per_client else demand.cohort)
-    gpus = sum(int(node.gpus) for node in nodes)
+    gpus = sum(sum(_devices(node)) for node in nodes)
     client_gpus, scorer_gpus = gpu_share(settings.client.num_gpus), gpu_share(settings.scorer.num_gpus)
     auto_share = Fraction(0)
     if gpus and None in (client_gpus, scorer_gpus):
         scored = max(1, math.ceil(demand.cohort * min(demand.scoring_ratio, 1.0)))
         wanted = limit + (scored if settings.scorer_actors == "auto" else settings.scorer_actors)
         by_cpu = sum(node.cpus for node in nodes) / max(settings.client.num_cpus, settings.scorer.num_cpus, 1e-9)
-        actors = max(2, min(wanted, ACTORS_PER_GPU * gpus, int(by_cpu)))
+        actors = max(2, min(wanted, int(ACTORS_PER_GPU * gpus), int(by_cpu)))
         auto_share = Fraction(1, math.ceil(actors / gpus))
     client = _Actor("client", settings.client.num_cpus, auto_share if client_gpus is None else client_gpus)
     scorer = _Actor("scorer", settings.scorer.num_cpus, auto_share if scorer_gpus is None else scorer_gpus)
@@ -304,13 +311,19 @@ class _Actor:
         return "; ".join(problems) or None
 
 
+def _devices(node: Node) -> list[Fraction]:
+    """The node's GPUs; of one that is shared with other runs, the part that is ours."""
+    whole, part = divmod(Fraction(node.gpus).limit_denominator(1000), 1)
+    return [Fraction(1)] * int(whole) + ([part] if part else [])
+
+
 class _Packing:
     """What is left on each node while actors are placed one by one, fullest choice first (largest free node)."""
 
     def __init__(self, nodes: Sequence[Node], memory: float) -> None:
         self._cpus = [node.cpus for node in nodes]
         self._memory = [node.memory for node in nodes]
-        self._gpus = [[Fraction(1)] * int(node.gpus) for node in nodes]
+        self._gpus = [_devices(node) for node in nodes]
         self._each = memory
         self.binding = "cohort"
 

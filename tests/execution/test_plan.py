@@ -20,6 +20,7 @@ from raysim.execution.ray_plan import (
     local_nodes,
     make_plan,
     memory_line,
+    parts_of,
     proposed_share,
     starts_ray,
 )
@@ -242,6 +243,19 @@ def test_shares_of_a_gpu(given, share):
 def test_shares_that_leave_a_remainder_are_refused(given):
     with pytest.raises(ValueError, match=r"auto, a whole number or 1/k"):
         gpu_share(given)
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(1, 2), (2, 2), (3, 2), (2, 3), (8, 3), (1, 5)])
+def test_runs_that_share_a_cluster_fit_beside_each_other(gpus, parts):
+    whole = node(cpus=32, gpus=gpus)
+    (share,) = parts_of([whole], parts)
+    plan = make_plan(execution(), [share], demand())
+    assert plan.client_gpus == plan.scorer_gpus > 0
+    actors = sum(sizes(plan)) * parts
+    # On devices of Ray's, each holds a whole number of actors.
+    assert actors <= gpus * (1 // plan.client_gpus)
+    assert actors * plan.client_cpus <= whole.cpus
+    assert actors * ACTOR_MEMORY <= whole.memory
 
 
 def test_halves_of_two_gpus():

@@ -1,0 +1,184 @@
+"""A sweep on disk, and the one way to run a point of it.
+
+`runs/SWEEP/` holds `sweep.yaml` (the points), `points/NAME.yaml` (each point's resolved configuration), `state.json` (how far
+each is), `attempts/` (what was there before a point was run again), `jobs/` (logs of jobs), and a run folder for each point.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from ruamel.yaml import YAML
+
+from raysim.config import RunConfig, load_config
+from raysim.errors import ConfigError
+from raysim.recording.files import write_atomic
+from raysim.recording.progress import Progress
+from raysim.simulation import RunRecord, Session, load, run
+from raysim.sweep.settings import Sweep, same_numerics
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """The folder of a sweep.
+
+    Attributes:
+        path: Absolute.
+    """
+
+    path: Path
+
+    @property
+    def state_file(self) -> Path:
+        """How far each point is, for programs."""
+        return self.path / "state.json"
+
+    def point_file(self, name: str) -> Path:
+        """A point's configuration."""
+        return self.path / "points" / f"{name}.yaml"
+
+    def job_log(self, job: str) -> Path:
+        """What a job printed."""
+        return self.path / "jobs" / f"{job}.log"
+
+    def create(self) -> None:
+        """Make the folder, unless it is there.
+
+        Raises:
+            ConfigError: It cannot be made, or is something else.
+        """
+        try:
+            (self.path / ".locks").mkdir(parents=True, exist_ok=True)
+            others = [entry.name for entry in os.scandir(self.path) if not entry.name.startswith(".")]
+        except OSError as error:
+            raise ConfigError(f"output.dir: cannot create {self.path}: {error.strerror or error}") from error
+        if others and not (self.path / "sweep.yaml").is_file():
+            raise ConfigError(f"output.dir, name: {self.path} exists and is no sweep; give the sweep another `name`")
+
+    def write(self, sweep: Sweep) -> None:
+        """Write the points, for every way to run them, and for readers."""
+        points = [{"name": point.name, "id": point.id, "settings": dict(point.settings)} for point in sweep.points]
+        yaml: Any = YAML(typ="safe", pure=True)
+        yaml.allow_unicode, yaml.default_flow_style = True, False
+        yaml.sort_base_mapping_type_on_output = False
+        with write_atomic(self.path / "sweep.yaml") as handle:
+            yaml.dump({"name": sweep.name, "max_concurrent": sweep.max_concurrent, "points": points}, handle)
+        for name in ("points", "jobs"):
+            (self.path / name).mkdir(exist_ok=True)
+        for point in sweep.points:
+            with write_atomic(self.point_file(point.name)) as handle:
+                handle.write(point.config.as_yaml().encode())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other `raysim sweep`s out of the folder.
+
+        Raises:
+            ConfigError: One is at work in it.
+        """
+        with _lock(self.path / ".locks" / "sweep.lock", f"another raysim sweep is at work in {self.path}; wait for it"):
+            yield
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a point is, read from its run folder.
+
+    Attributes:
+        status: `missing`, `finished`, `failed`, `interrupted` or `unfinished` (running, or killed).
+        result: Content of `result.json`, if it is there.
+    """
+
+    status: str
+    result: dict[str, Any] | None = None
+
+
+def progressed(config: RunConfig) -> Progressed:
+    """How far a run is. One of other numerics in its folder counts as unfinished."""
+    if not config.folder.is_dir():
+        return Progressed("missing")
+    path = config.folder / "result.json"
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        status = str(result["status"])
+        if status == "finished" and not same_numerics(load_config(config.folder / "config.yaml"), config):
+            return Progressed("unfinished")
+    except (FileNotFoundError, ValueError, KeyError, ConfigError):
+        return Progressed("unfinished")
+    return Progressed(status if status in ("finished", "failed", "interrupted") else "unfinished", result)
+
+
+def reclaim(folder: Path) -> Path | None:
+    """Clear the place of a point that is run again: what an earlier attempt left moves to `attempts/`.
+
+    Returns:
+        Where it is now; None if there was nothing.
+    """
+    if not folder.exists():
+        return None
+    attempts = folder.parent / "attempts"
+    attempts.mkdir(exist_ok=True)
+    number = 1
+    while (moved := attempts / f"{folder.name}.{number}").exists():
+        number += 1
+    folder.rename(moved)
+    return moved
+
+
+def run_point(
+    file: Path,
+    *,
+    progress: Progress | None = None,
+    session: Session | None = None,
+    command: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> RunRecord:
+    """Run a point from its file; one that is finished is left alone.
+
+    Args:
+        file: `points/NAME.yaml` of a sweep's folder.
+        progress: Told how it goes.
+        session: Whose processes to use.
+        command: The command line, for the manifest.
+        say: Told what becomes of an earlier attempt.
+
+    Raises:
+        ConfigError: The folder is not there on this node, another process runs the point, or the run cannot start.
+        RunError: The run failed.
+    """
+    sweep = file.parent.parent
+    if not file.is_file() or not os.access(sweep, os.W_OK):
+        what = "cannot be written" if file.is_file() else f"has no points/{file.name}"
+        raise ConfigError(
+            f"{sweep} {what}; the folder of a sweep (output.dir) must lie on storage that every "
+            "node sees under the same path"
+        )
+    config = load_config(file)
+    with _lock(sweep / ".locks" / f"{config.name}.lock", f"{config.name}: another process is running this point"):
+        if progressed(config).status == "finished":
+            return load(config.folder)
+        moved = reclaim(config.folder)
+        if moved is not None:
+            say(f"{config.name}: what an earlier attempt left is now {moved}")
+        return run(config, progress=progress, session=session, command=command)
+
+
+@contextmanager
+def _lock(path: Path, taken: str) -> Iterator[None]:
+    """A lock that ends with the process, whatever ends it."""
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(taken) from None
+    except OSError as error:
+        if error.filename != str(path):
+            raise
+        raise ConfigError(f"{path}: cannot be locked: {error.strerror or error}") from error
