@@ -44,12 +44,17 @@ class RayBackend:
         options: dict[str, Any] = {"name": f"raysim/{self._run_id}/{slot}.{generation}"}
         if role == "scorer":
             options |= {"num_cpus": plan.scorer_cpus, "num_gpus": ray_gpus(plan.scorer_gpus)}
+            # The bundles of a group lie on such nodes already.
+            label = plan.scorer_label if self._group is None else {}
             if self._group is not None:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=int(index)
                 )
         else:
             options |= {"num_cpus": plan.client_cpus, "num_gpus": ray_gpus(plan.client_gpus)}
+            label = plan.client_label
+        if label:
+            options["label_selector"] = dict(label)
         actor_class: Any = WorkActor
         self._actors[slot] = actor_class.options(**options).remote(self.setup_ref, slot)
         ref: Ref = self._actors[slot].hello.remote()

@@ -91,6 +91,7 @@ def cluster_nodes() -> list[Node]:
             gpus=node["Resources"].get("GPU", 0.0),
             memory=node["Resources"].get("memory", 0.0),
             store=node["Resources"].get("object_store_memory", 0.0),
+            labels=node.get("Labels", {}),
         )
         for node in ray.nodes()
         if node["Alive"]
