@@ -298,8 +298,8 @@ class _Actor:
         if self.label and not usable:
             have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in self.label if key in node.labels})
             return (
-                f"execution.{self.role}.label: no node has {_words(self.label)}, {', '.join(have) or 'nothing'} of that kind on "
-                f"{len(nodes)} node(s); start a node with: ray start --labels {_words(self.label)}"
+                f"execution.{self.role}.label: no node has {_words(self.label)}, {', '.join(have) or 'nothing'} of that kind "
+                f"on {len(nodes)} node(s); start a node with: ray start --labels {_words(self.label)}"
             )
         where = f"what is{_on(self.label)}" if self.label else "the cluster"
         for what, asked, amounts in (
