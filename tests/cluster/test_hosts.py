@@ -28,6 +28,7 @@ QUICK = {
 }
 """By default Ray takes 15 to 65 s to call a silent node dead."""
 COMMANDS = Path(sys.executable).parent
+RECIPE = Path(__file__).parents[2] / "cluster" / "slurm.sbatch"
 
 
 def why_not() -> str | None:
@@ -74,33 +75,35 @@ class Hosts:
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
-    def start_ray(self, host: int, *options: str) -> None:
-        """Ray on a host, until the host is removed; waits until it says that it runs."""
-        place = self.folder / f"h{host}"
-        place.mkdir()
-        where = (
-            ["--head", f"--port={PORT}", "--include-dashboard=false"]
-            if host == 0
-            else [f"--address={self.address(0)}:{PORT}"]
-        )
-        ray = ["ray", "start", "--block", *where, f"--node-ip-address={self.address(host)}", f"--temp-dir={place}"]
-        ray += ["--object-store-memory=100000000", "--num-gpus=0", "--disable-usage-stats", *options]
-        log = place / "log"
+    def boot(self, host: int, command: Sequence[str], **more: str) -> Path:
+        """Begin a host's first process, which takes all others with it; returns its log."""
+        log = self.folder / f"h{host}.log"
+        own = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "--pid", "--fork", "--kill-child"]
         with log.open("wb") as output:
-            # The first process of a process namespace takes all others with it.
-            own = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "--pid", "--fork", "--kill-child"]
             self._processes[host] = subprocess.Popen(
-                [*own, "--mount-proc", "sh", "-c", f'hostname host{host} && exec "$@"', "sh", *ray],
-                env=environment(),
+                [*own, "--mount-proc", "sh", "-c", f'hostname host{host} && exec "$@"', "sh", *command],
+                env=environment() | more,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+        return log
+
+    def start_ray(self, host: int, *options: str) -> None:
+        """Ray on a host, until the host is removed; waits until it says that it runs."""
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        where = head if host == 0 else [f"--address={self.address(0)}:{PORT}"]
+        place = [f"--node-ip-address={self.address(host)}", f"--temp-dir={self.folder}/h{host}"]
+        size = ["--object-store-memory=100000000", "--num-gpus=0", "--disable-usage-stats"]
+        log = self.boot(host, ["ray", "start", "--block", *where, *place, *size, *options])
         deadline = time.monotonic() + 120
         while "Ray runtime started" not in (text := log.read_text()):
             assert self._processes[host].poll() is None, text
             assert time.monotonic() < deadline, text
             time.sleep(0.2)
+
+    def wait(self, host: int, timeout_s: float) -> int:
+        return self._processes[host].wait(timeout_s)
 
     def on(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command on a host where Ray runs."""
@@ -135,21 +138,27 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    """A head without CPUs and two workers of one CPU each; the last has a label."""
+def bare_hosts() -> Iterator[Hosts]:
+    """Three hosts on which nothing runs."""
     if reason := why_not():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as folder:
         made = Hosts(Path(folder), 3)
         try:
-            made.start_ray(0, "--num-cpus=0")
-            made.start_ray(1, "--num-cpus=1")
-            made.start_ray(2, "--num-cpus=1", "--labels=raysim-role=scorer")
             yield made
         finally:
             made.remove()
         left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         assert f"rs{os.getpid()}h" not in left
+
+
+@pytest.fixture
+def hosts(bare_hosts: Hosts) -> Hosts:
+    """A head without CPUs and two workers of one CPU each; the last has a label."""
+    bare_hosts.start_ray(0, "--num-cpus=0")
+    bare_hosts.start_ray(1, "--num-cpus=1")
+    bare_hosts.start_ray(2, "--num-cpus=1", "--labels=raysim-role=scorer")
+    return bare_hosts
 
 
 def raysim_run(hosts: Hosts, name: str, *overrides: str) -> list[str]:
@@ -204,3 +213,64 @@ def test_scorers_go_to_the_host_with_the_label(hosts: Hosts) -> None:
     assert (
         "execution.client.label: no node has raysim-role=client, raysim-role=scorer of that kind" in output.read_text()
     )
+
+
+SRUN = """#!/bin/bash
+# Runs a task on each host, as srun does; its options are only for the real one. Its status is the highest.
+while [[ $1 == --* ]]; do shift; done
+worst=0
+for i in 0 1 2; do
+  ip netns exec "$RS_HOSTS$i" unshare --uts --pid --fork --kill-child --mount-proc \\
+    env SLURM_NODEID=$i SLURM_CPUS_ON_NODE=1 "$@" 2>&1 | sed "s/^/$i: /" &
+  tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || worst=$?; done
+exit "$worst"
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then printf '10.77.0.%d\\n' 1 2 3; else echo "scontrol $*"; fi
+"""
+
+
+def sbatch(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the recipe as Slurm would: srun and scontrol are ours, Ray's symmetric-run and all else is real."""
+    commands = hosts.folder / "bin"
+    commands.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    slurm = {
+        "PATH": f"{commands}{os.pathsep}{environment()['PATH']}",
+        "HOME": str(hosts.folder / "home"),
+        "RS_HOSTS": hosts.names[0][:-1],
+        "RAYSIM_HEAD_CPUS": "0",
+        "RAYSIM_SCORER_NODES": "1",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "host[1-3]",
+        "SLURM_NNODES": "3",
+    }
+    return subprocess.run(
+        ["bash", "-o", "pipefail", str(RECIPE), str(QUICKSTART), *arguments],
+        env=environment() | slurm,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=200,
+    )
+
+
+def test_the_slurm_recipe_runs_goes_on_and_says_what_is_wrong(bare_hosts: Hosts) -> None:
+    label = ["execution.scorer.label.raysim-role=scorer", "execution.scorer_actors=2", "execution.client_actors=2"]
+    run_it = [f"output.dir={bare_hosts.folder}", "name=slurm", *label]
+    done = sbatch(bare_hosts, *run_it, "rounds=2")
+    assert done.returncode == 0, done.stdout
+    assert "2 x 0.5 CPU on nodes with raysim-role=scorer" in done.stdout
+    again = sbatch(bare_hosts, *run_it, "rounds=4")
+    assert again.returncode == 0, again.stdout
+    record = raysim.load(bare_hosts.folder / "slurm")
+    assert checksums(record) == checksums(run(bare_hosts.folder, "serial", rounds=4, backend="serial"))
+
+    wrong = sbatch(bare_hosts, *run_it, "rounds=ten")
+    assert wrong.returncode == 2, wrong.stdout
+    assert 'rounds: should be a whole number, got "ten"' in wrong.stdout
+    assert not Path(f"/tmp/raysim-{os.getpid()}").exists()
