@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -142,7 +143,7 @@ def bare_hosts() -> Iterator[Hosts]:
     """Three hosts on which nothing runs."""
     if reason := why_not():
         pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="rs-", dir="/var/tmp") as folder:
         made = Hosts(Path(folder), 3)
         try:
             yield made
@@ -221,7 +222,8 @@ while [[ $1 == --* ]]; do shift; done
 worst=0
 for i in 0 1 2; do
   ip netns exec "$RS_HOSTS$i" unshare --uts --pid --fork --kill-child --mount-proc \\
-    env SLURM_NODEID=$i SLURM_CPUS_ON_NODE=1 "$@" 2>&1 | sed "s/^/$i: /" &
+    bash -c 'mkdir -p "$0" && mount --bind "$0" /tmp && exec "$@"' "$RS_FOLDER/tmp$i" \\
+    env SLURM_NODEID=$i SLURM_CPUS_ON_NODE=1 "$@" > >(sed "s/^/$i: /") 2>&1 &
   tasks+=($!)
 done
 for task in "${tasks[@]}"; do wait "$task" || worst=$?; done
@@ -232,7 +234,7 @@ if [[ $1 == show ]]; then printf '10.77.0.%d\\n' 1 2 3; else echo "scontrol $*";
 """
 
 
-def sbatch(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
+def sbatch(hosts: Hosts, *arguments: str) -> tuple[int, str]:
     """Run the recipe as Slurm would: srun and scontrol are ours, Ray's symmetric-run and all else is real."""
     commands = hosts.folder / "bin"
     commands.mkdir(exist_ok=True)
@@ -242,6 +244,7 @@ def sbatch(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
     slurm = {
         "PATH": f"{commands}{os.pathsep}{environment()['PATH']}",
         "HOME": str(hosts.folder / "home"),
+        "RS_FOLDER": str(hosts.folder),
         "RS_HOSTS": hosts.names[0][:-1],
         "RAYSIM_HEAD_CPUS": "0",
         "RAYSIM_SCORER_NODES": "1",
@@ -249,28 +252,36 @@ def sbatch(hosts: Hosts, *arguments: str) -> subprocess.CompletedProcess[str]:
         "SLURM_JOB_NODELIST": "host[1-3]",
         "SLURM_NNODES": "3",
     }
-    return subprocess.run(
-        ["bash", "-o", "pipefail", str(RECIPE), str(QUICKSTART), *arguments],
-        env=environment() | slurm,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=200,
-    )
+    log = hosts.folder / "log"
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            ["bash", str(RECIPE), str(QUICKSTART), *arguments],
+            env=environment() | slurm,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return job.wait(200), log.read_text()
+    except subprocess.TimeoutExpired:
+        raise AssertionError(log.read_text()) from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_the_slurm_recipe_runs_goes_on_and_says_what_is_wrong(bare_hosts: Hosts) -> None:
     label = ["execution.scorer.label.raysim-role=scorer", "execution.scorer_actors=2", "execution.client_actors=2"]
     run_it = [f"output.dir={bare_hosts.folder}", "name=slurm", *label]
-    done = sbatch(bare_hosts, *run_it, "rounds=2")
-    assert done.returncode == 0, done.stdout
-    assert "2 x 0.5 CPU on nodes with raysim-role=scorer" in done.stdout
-    again = sbatch(bare_hosts, *run_it, "rounds=4")
-    assert again.returncode == 0, again.stdout
+    status, output = sbatch(bare_hosts, *run_it, "rounds=2")
+    assert status == 0, output
+    assert "2 x 0.5 CPU on nodes with raysim-role=scorer" in output
+    status, output = sbatch(bare_hosts, *run_it, "rounds=4")
+    assert status == 0, output
     record = raysim.load(bare_hosts.folder / "slurm")
     assert checksums(record) == checksums(run(bare_hosts.folder, "serial", rounds=4, backend="serial"))
 
-    wrong = sbatch(bare_hosts, *run_it, "rounds=ten")
-    assert wrong.returncode == 2, wrong.stdout
-    assert 'rounds: should be a whole number, got "ten"' in wrong.stdout
-    assert not Path(f"/tmp/raysim-{os.getpid()}").exists()
+    status, output = sbatch(bare_hosts, *run_it, "rounds=ten")
+    assert status == 2, output
+    assert 'rounds: should be a whole number, got "ten"' in output
+    assert not list(bare_hosts.folder.glob("tmp*/raysim-*")), "a job leaves nothing behind on its nodes"
