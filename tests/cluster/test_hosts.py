@@ -26,9 +26,8 @@ QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_raylet_start_wait_time_s": "120",
 }
-"""By default Ray takes 15 to 65 s to call a silent node dead, and gives a node 30 s to start."""
+"""By default Ray takes 15 to 65 s to call a silent node dead."""
 COMMANDS = Path(sys.executable).parent
 RECIPE = Path(__file__).parents[2] / "cluster" / "slurm.sbatch"
 
