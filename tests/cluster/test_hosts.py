@@ -262,14 +262,16 @@ def sbatch(hosts: Hosts, *arguments: str) -> tuple[int, str]:
             start_new_session=True,
         )
     try:
-        return job.wait(200), log.read_text()
+        return job.wait(280), log.read_text()
     except subprocess.TimeoutExpired:
         raise AssertionError(log.read_text()) from None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
+        Path(f"/tmp/raysim-{os.getpid()}").rmdir()
 
 
+@pytest.mark.timeout(900)
 def test_the_slurm_recipe_runs_goes_on_and_says_what_is_wrong(bare_hosts: Hosts) -> None:
     label = ["execution.scorer.label.raysim-role=scorer", "execution.scorer_actors=2", "execution.client_actors=2"]
     run_it = [f"output.dir={bare_hosts.folder}", "name=slurm", *label]
@@ -285,4 +287,3 @@ def test_the_slurm_recipe_runs_goes_on_and_says_what_is_wrong(bare_hosts: Hosts)
     assert status == 2, output
     assert 'rounds: should be a whole number, got "ten"' in output
     assert not list(bare_hosts.folder.glob("disk*/*")), "a job leaves nothing behind on its nodes"
-    Path(f"/tmp/raysim-{os.getpid()}").rmdir()
