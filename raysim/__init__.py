@@ -2,7 +2,7 @@
 
     import raysim
 
-    record = raysim.run("configs/quickstart.yaml", ["rounds=5"])
+    record = raysim.run("configs/quickstart.yaml", ["rounds=5"], progress=True)
     record.rounds.to_pandas()
 
 `import raysim` loads nothing heavy; the functions below do when they are first used.
@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig, load_config
-    from raysim.simulation import RunRecord, Session, load, run
+    from raysim.runrecord import RunRecord, load
+    from raysim.simulation import Session, resume, run
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "run"]
+__all__ = ["RunConfig", "RunRecord", "Session", "__version__", "load", "load_config", "resume", "run"]
 
 _HOMES = {
     "RunConfig": "raysim.config",
     "load_config": "raysim.config",
-    "RunRecord": "raysim.simulation",
+    "RunRecord": "raysim.runrecord",
+    "load": "raysim.runrecord",
     "Session": "raysim.simulation",
-    "load": "raysim.simulation",
+    "resume": "raysim.simulation",
     "run": "raysim.simulation",
 }
 

@@ -1,4 +1,4 @@
-"""The command line: run, check, partition, bench. Commands import what they need, so that `--help` answers at once.
+"""The command line: run, resume, check, partition, bench. Commands import what they need, so that `--help` answers at once.
 
 Exit status: 0 done, 2 found before round 1, 3 failed during the run, 130 or 143 interrupted.
 """
@@ -21,7 +21,7 @@ from raysim.bench import PARTS
 
 if TYPE_CHECKING:
     from raysim.config import RunConfig
-    from raysim.simulation import RunRecord
+    from raysim.runrecord import RunRecord
 
 app = typer.Typer(
     name="raysim",
@@ -50,23 +50,41 @@ def version(
 
 
 @app.command()
-def run(file: ConfigFile, overrides: Overrides = None, debug: Debug = False) -> None:
+def run(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run if its folder exists; a finished one stays as it is.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
     """Run a configuration to its end.
 
     Example: raysim run configs/quickstart.yaml rounds=5 weighting.name=size name=fedavg
     """
     with _explained(debug):
-        from rich.console import Console
-
         from raysim.config import load_config
-        from raysim.recording.progress import make_progress
-        from raysim.simulation import run as run_config
 
-        config = load_config(file, overrides or [])
-        typer.echo(_headline(config), err=True)
-        progress = make_progress(config.rounds, Console(stderr=True))
-        record = run_config(config, progress=progress, command=sys.argv)
-        _print_summary(record)
+        _run(load_config(file, overrides or []), resume=resume)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run that was stopped.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Go on with a run that was stopped, from its last checkpoint, to the bits of a run that never was.
+
+    Of the settings only rounds, evaluation.every, execution.*, output.* and the paths of data may be changed. A finished run is
+    left as it is, unless more rounds are asked for.
+
+    Example: raysim resume runs/quickstart rounds=60
+    """
+    with _explained(debug):
+        from raysim.resuming import stored_config
+
+        _run(stored_config(folder, overrides or []), resume=True)
 
 
 @app.command()
@@ -221,6 +239,17 @@ def _on_sigterm() -> None:
         raise Terminated
 
     signal.signal(signal.SIGTERM, terminate)
+
+
+def _run(config: RunConfig, *, resume: bool) -> None:
+    from rich.console import Console
+
+    from raysim.recording.progress import make_progress
+    from raysim.simulation import run as run_config
+
+    typer.echo(_headline(config), err=True)
+    progress = make_progress(config.rounds, Console(stderr=True))
+    _print_summary(run_config(config, progress=progress, command=sys.argv, resume=resume))
 
 
 def _headline(config: RunConfig) -> str:

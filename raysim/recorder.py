@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -25,9 +25,10 @@ from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
 from raysim.recording.tensorboard import TensorBoardWriter
+from raysim.resuming import Earlier
 from raysim.state import RoundState, ServerState, num_bytes, record_checksum, to_arrays
 from raysim.vector import checksum
-from raysim.weighting.base import KeptProbe, Probe, Weights
+from raysim.weighting.base import Weights
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,23 @@ class Recorder:
     """Writes a run's folder: tables, events, checkpoints, manifest, result. The round's commit is its checkpoint."""
 
     def __init__(
-        self, prepared: Prepared, executor: Executor, started: datetime, command: Sequence[str] | None
+        self,
+        prepared: Prepared,
+        executor: Executor,
+        started: datetime,
+        command: Sequence[str] | None,
+        earlier: Earlier | None = None,
     ) -> None:
-        config = prepared.config
+        config, earlier = prepared.config, earlier or Earlier(prepared.initial)
         self._prepared, self._executor, self._config, self.folder = prepared, executor, config, config.folder
-        self._records: list[RoundRecord] = []
-        self._initial: RoundRecord | None = None
-        self._files: dict[int, ClientFile] = {}
+        self._records = list(earlier.rounds)
+        self._initial = earlier.initial
+        self._last: RoundRecord | None = self._records[-1] if self._records else None
+        self._files: dict[int, ClientFile] = dict(earlier.files)
         client_state = prepared.setup.algorithm.init_client(prepared.initial.server.params)
         self._state_kind = None if client_state is None else type(client_state)
         self._state_bytes = num_bytes(client_state)
+        (self.folder / "result.json").unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
         setup = prepared.setup
         setup.partition.write(self.folder / "partition.parquet", labels=setup.train.labels)
@@ -70,7 +78,7 @@ class Recorder:
             data={
                 "name": config.data.name,
                 "origin": prepared.origin,
-                "hash": checksum(setup.train.images, setup.train.labels, setup.test.images, setup.test.labels),
+                "hash": setup.data_hash,
                 "class_names": list(prepared.class_names),
                 "train": len(setup.train),
                 "validation": len(setup.validation),
@@ -88,8 +96,13 @@ class Recorder:
             scoring_ratio=prepared.demand.scoring_ratio,
             notes=list(prepared.notes),
         )
+        if earlier.manifest:
+            again = {"after_round": earlier.state.round_num, **manifest}
+            manifest = {**earlier.manifest, "resumed": [*earlier.manifest.get("resumed", ()), again]}
+        self._resumed_after = [entry["after_round"] for entry in manifest.get("resumed", ())]
         write_json(self.folder / "manifest.json", manifest)
         self._tables = TableWriter(self.folder)
+        self._tables.discard_after(earlier.state.round_num)
         self._board: TensorBoardWriter | None = None
         if config.output.tensorboard:
             self._board = TensorBoardWriter(
@@ -97,6 +110,7 @@ class Recorder:
                 class_names=prepared.class_names,
                 unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
                 num_clients=prepared.population.num_clients,
+                resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
             )
             self._board.write_config(config.as_yaml())
 
@@ -110,7 +124,7 @@ class Recorder:
         record = RoundRecord(
             round_num=0, started=now, finished=now, round_s=0.0, **checksums(state, ()), **_metrics(metrics)
         )
-        self._initial = record
+        self._initial, self._last = _summary(record), record
         if self._board is not None:
             self._board.write_round(record, ())
 
@@ -173,6 +187,7 @@ class Recorder:
         if self._board is not None:
             self._board.write_round(record, clients)
         self._records.append(record)
+        self._last = record
         return record
 
     def within_budget(self, state: RoundState) -> RoundState:
@@ -205,14 +220,20 @@ class Recorder:
         arrays |= {f"buffers.{name}": array for name, array in to_arrays(state.buffers).items()}
         clients = {str(k): {"file": entry.file, "checksum": entry.checksum} for k, entry in self._files.items()}
         write_checkpoint(
-            self.folder, state.round_num, arrays, {"clients": clients, "probes": plain_probes(state.probes)}
+            self.folder,
+            state.round_num,
+            arrays,
+            {
+                "clients": clients,
+                "probes": {str(client): kept.as_plain() for client, kept in state.probes.items()},
+                "initial": self._initial,
+            },
         )
 
     def finish(self, status: str, reason: str | None, seconds: float) -> dict[str, Any]:
         """Write `result.json` and return its content."""
         tested = [record for record in self._records if record.accuracy is not None]
         best = max(tested, key=lambda record: record.accuracy or 0.0, default=None)
-        last = self._records[-1] if self._records else self._initial
         result = {
             "status": status,
             "reason": reason,
@@ -220,13 +241,14 @@ class Recorder:
             "folder": str(self.folder),
             "rounds": self._config.rounds,
             "rounds_done": len(self._records),
-            "initial": _summary(self._initial),
+            "initial": self._initial,
             "final": _summary(tested[-1] if tested else None),
             "best": _summary(best),
             "checksums": None
-            if last is None
-            else {key: getattr(last, f"{key}_checksum") for key in ("params", "buffers", "server", "clients")},
+            if self._last is None
+            else {key: getattr(self._last, f"{key}_checksum") for key in ("params", "buffers", "server", "clients")},
             "seconds": seconds,
+            "resumed_after": self._resumed_after,
             "seconds_per_round": float(np.mean([r.round_s for r in self._records])) if self._records else None,
             "finished": datetime.now(UTC).isoformat(),
         }
@@ -242,21 +264,6 @@ class Recorder:
         """Close the event file."""
         if self._board is not None:
             self._board.close()
-
-
-def plain_probes(probes: Mapping[int, KeptProbe]) -> dict[str, Any]:
-    """The probes of a state, for a checkpoint's `info`."""
-    return {str(client): {"round_num": kept.round_num, **kept.probe.as_plain()} for client, kept in probes.items()}
-
-
-def probes_from(plain: Mapping[str, Any]) -> dict[int, KeptProbe]:
-    """The inverse of `plain_probes`, bit for bit."""
-    return {
-        int(client): KeptProbe(
-            entry["round_num"], Probe.from_plain({k: v for k, v in entry.items() if k != "round_num"})
-        )
-        for client, entry in plain.items()
-    }
 
 
 def _client_records(round_num: int, outcomes: Sequence[Outcome], weights: np.ndarray | None) -> list[ClientRecord]:

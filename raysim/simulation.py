@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import logging
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
+from rich.console import Console
 
 from raysim.algorithms.base import Coefficients, Cohort
-from raysim.config import RunConfig, load_config
-from raysim.data.partition import Partition
-from raysim.errors import ConfigError, RunError
+from raysim.config import RunConfig, load_config, resolve
+from raysim.configfile import apply_overrides
+from raysim.errors import RunError
 from raysim.evaluation import Metrics
 from raysim.execution.base import Broadcast, Executor, Observer, Outcome, Packed, WorkItem
 from raysim.execution.work import BUFFER_FLOATS
 from raysim.preparation import Prepared, prepare
 from raysim.recorder import Recorder, RoundResult
-from raysim.recording.progress import Progress, Silent
+from raysim.recording.progress import Progress, Silent, make_progress
 from raysim.recording.records import RoundRecord
 from raysim.recording.runfolder import check_space, claim
-from raysim.recording.tables import read_table
+from raysim.resuming import Earlier, check_same, is_unused, read_earlier, sole_writer, stored_config
+from raysim.runrecord import RunRecord, result_of
 from raysim.seeding import Purpose, rng_for
 from raysim.state import Buffers, RoundState, ServerState
 from raysim.vector import first_nonfinite
@@ -39,62 +40,6 @@ from raysim.verdict import check_enough, fresh_probes, verdict_on
 from raysim.weighting.base import Weights
 
 logger = logging.getLogger("raysim")
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run left behind.
-
-    Attributes:
-        folder: The run folder.
-        config: The resolved configuration.
-        result: Content of `result.json`: status, final and best metrics, checksums, seconds.
-    """
-
-    folder: Path
-    config: RunConfig
-    result: Mapping[str, Any]
-
-    @property
-    def rounds(self) -> Any:
-        """The rounds table (Arrow), one row per round."""
-        return read_table(self.folder, "rounds")
-
-    @property
-    def round_records(self) -> list[RoundRecord]:
-        """The rows of the rounds table as records."""
-        rows = self.rounds.to_pylist()
-        plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in r.items()} for r in rows]
-        return [RoundRecord(**row) for row in plain]
-
-    @property
-    def clients(self) -> Any:
-        """The clients table (Arrow), one row per round and sampled client."""
-        return read_table(self.folder, "clients")
-
-    @property
-    def partition(self) -> Partition:
-        """Which client held which example."""
-        return Partition.read(self.folder / "partition.parquet")
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Content of `manifest.json`: versions, hardware, resource plan, hashes."""
-        content: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
-        return content
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes 0..K-1."""
-        return tuple(self.manifest["data"]["class_names"])
-
-    @property
-    def class_counts(self) -> np.ndarray:
-        """[N, K], training examples of each class at each client."""
-        table = pq.read_table(self.folder / "partition.parquet")
-        counts = np.zeros((self.partition.num_clients, len(self.class_names)), dtype=np.int64)
-        np.add.at(counts, (table["client"].to_numpy(), table["label"].to_numpy()), 1)
-        return counts
 
 
 def sample_cohort(seed: int, round_num: int, num_clients: int, size: int) -> list[int]:
@@ -209,49 +154,108 @@ class _Summation:
 
 
 def run(
-    config: RunConfig | str | Path,
+    config: RunConfig | str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    progress: Progress | None = None,
+    progress: Progress | bool = False,
     command: Sequence[str] | None = None,
     session: Session | None = None,
+    resume: bool = False,
 ) -> RunRecord:
     """Run a configuration to its end.
 
     Args:
-        config: A checked configuration, or the path of a file.
-        overrides: `key.path=value`, only with a path.
-        progress: Told how it goes; None: nobody.
+        config: A checked configuration, the path of a file, or a configuration's content: nested mappings.
+        overrides: `key.path=value`.
+        progress: Told how it goes; True: shown on the standard error stream (below a notebook's cell), False: not.
         command: The command line, for the manifest.
         session: Whose processes to use; None: they are started for this run and ended with it.
+        resume: If the run folder exists, go on with the run in it, to the bits of a run that was never stopped; a finished
+            one is left as it is. False: an existing folder is refused.
 
     Raises:
-        ConfigError: Found before round 1; no run folder is left.
+        ConfigError: Found before round 1; no run folder is left, or it is as it was.
         RunError: The run cannot go on; finished rounds are kept and readable.
     """
-    config = config if isinstance(config, RunConfig) else load_config(config, overrides)
-    progress = progress or Silent()
     clock = time.perf_counter()
-    prepared = prepare(config)
+    config = _checked(config, overrides)
+    if isinstance(progress, bool):
+        progress = make_progress(config.rounds, Console(stderr=True)) if progress else Silent()
     folder = config.folder
-    claim(folder)
-    begun = False
-    started = datetime.now(UTC)
+    if not (resume and folder.exists()):
+        prepared = prepare(config)
+        claim(folder)
+        with sole_writer(folder):
+            return _run(prepared, Earlier(prepared.initial), clock, progress, command, session)
+    with sole_writer(folder):
+        if not is_unused(folder):
+            check_same(config)
+            result = result_of(folder)
+            if result["status"] == "finished" and result["rounds_done"] >= config.rounds:
+                progress.message(f"{folder} is finished: {result['rounds_done']} rounds are done")
+                return RunRecord(folder, config, result)
+        prepared = prepare(config)
+        return _run(prepared, read_earlier(prepared), clock, progress, command, session)
+
+
+def _checked(config: RunConfig | str | Path | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, RunConfig) and not overrides:
+        return config
+    values: dict[str, Any] = config.as_dict() if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
+    apply_overrides(values, {}, overrides)
+    return resolve(values)
+
+
+def resume(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    progress: Progress | bool = False,
+    session: Session | None = None,
+) -> RunRecord:
+    """Go on with the run in a folder, from its last checkpoint, to the bits of a run that was never stopped.
+
+    Args:
+        folder: The run folder.
+        overrides: `key.path=value`, for example more `rounds`.
+        progress: As for `run`.
+        session: As for `run`.
+
+    Raises:
+        ConfigError: The folder holds no run, another process is writing it, or a setting is changed that may not be.
+        RunError: The run cannot go on; finished rounds are kept and readable.
+    """
+    return run(stored_config(Path(folder), overrides), progress=progress, session=session, resume=True)
+
+
+def _run(
+    prepared: Prepared,
+    earlier: Earlier,
+    clock: float,
+    progress: Progress,
+    command: Sequence[str] | None,
+    session: Session | None,
+) -> RunRecord:
+    """The rounds that are not done yet, in a folder that no other process writes to."""
+    config, folder, resumed = prepared.config, prepared.config.folder, bool(earlier.manifest)
+    started, begun = datetime.now(UTC), False
     try:
         with _logging_to(folder / "run.log"), progress:
-            for note in prepared.notes:
+            for note in (*prepared.notes, *earlier.notes):
                 logger.info(note)
                 progress.message(note)
             check_space(folder, 3 * prepared.demand.model_bytes if config.output.checkpoint_every else 0)
             with session.used() if session else contextlib.closing(Session()) as own:
                 executor = own.executor(prepared, progress)
-                recorder = Recorder(prepared, executor, started, command)
+                recorder = Recorder(prepared, executor, started, command, earlier)
                 with contextlib.closing(recorder):
                     ready = _ready(time.perf_counter() - clock, executor)
                     logger.info(ready)
                     progress.message(ready)
                     begun = True
-                    for _ in rounds(prepared, executor, recorder, progress):
+                    for _ in rounds(prepared, earlier.state, executor, recorder, progress):
                         pass
                     recorder.check_updated()
     except BaseException as error:
@@ -260,7 +264,8 @@ def run(
             reason = str(error) or type(error).__name__
             recorder.finish(status, reason, time.perf_counter() - clock)
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        if not resumed:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     result = recorder.finish("finished", None, time.perf_counter() - clock)
     return RunRecord(folder, config, result)
@@ -309,21 +314,6 @@ class Session:
             executor.close()
 
 
-def load(folder: str | Path) -> RunRecord:
-    """The record of a run, as far as the run has come.
-
-    Raises:
-        ConfigError: The folder holds no run.
-    """
-    folder = Path(folder)
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder}: is not a run folder (it has no config.yaml)")
-    result = folder / "result.json"
-    content = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {"status": "running"}
-    return RunRecord(folder, load_config(path), content)
-
-
 def make_executor(prepared: Prepared, progress: Progress) -> Executor:
     """The executor that the configuration asks for; the Ray one is imported only then."""
     settings = prepared.config.execution
@@ -340,14 +330,17 @@ def make_executor(prepared: Prepared, progress: Progress) -> Executor:
     return RayExecutor(prepared.setup, settings, prepared.demand, say)
 
 
-def rounds(prepared: Prepared, executor: Executor, recorder: Recorder, progress: Progress) -> Iterator[RoundRecord]:
-    """The rounds of a run, each yielded once it is committed.
+def rounds(
+    prepared: Prepared, state: RoundState, executor: Executor, recorder: Recorder, progress: Progress
+) -> Iterator[RoundRecord]:
+    """The rounds of a run from a state on, each yielded once it is committed.
 
     A round's model may be tested while the next round trains; its row is written as soon as the test is in.
     """
-    config, state, algorithm = prepared.config, prepared.initial, prepared.setup.algorithm
+    config, algorithm = prepared.config, prepared.setup.algorithm
     committed: deque[RoundRecord] = deque()
-    executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
+    if state.round_num == 0:
+        executor.evaluate(algorithm.evaluated(state.server), state.buffers, partial(recorder.initial, state))
     try:
         while state.round_num < config.rounds:
             begun = recorder.now()

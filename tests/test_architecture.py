@@ -23,7 +23,19 @@ LEVELS = [
     {"objective", "local", "evaluation", "data", "models"},
     {"algorithms", "cohort", "weighting", "fusion", "subset"},
     {"recording", "execution"},
-    {"config", "configfile", "preparation", "simulation", "recorder", "verdict", "sweep", "report", "bench"},
+    {
+        "config",
+        "configfile",
+        "preparation",
+        "simulation",
+        "recorder",
+        "verdict",
+        "resuming",
+        "runrecord",
+        "sweep",
+        "report",
+        "bench",
+    },
     {"cli"},
 ]
 NUMERICS = (

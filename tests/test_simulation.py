@@ -36,6 +36,7 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path):
     accuracy = record.rounds["accuracy"].to_pylist()
     assert accuracy[-1] > record.result["initial"]["accuracy"] + 0.3
     assert {path.name for path in record.folder.iterdir()} == {
+        ".lock",
         "checkpoints",
         "clients",
         "config.yaml",

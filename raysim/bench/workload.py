@@ -90,7 +90,7 @@ class Bench:
             config.folder.mkdir()
             ready = replace(prepared, config=config)
             with contextlib.closing(Recorder(ready, executor, datetime.now(UTC), ())) as recorder:
-                records = list(rounds(ready, executor, recorder, Silent()))
+                records = list(rounds(ready, ready.initial, executor, recorder, Silent()))
             clients = read_table(config.folder, "clients")
         train, score = ([s for s in clients[c].to_pylist() if s is not None] for c in ("train_s", "score_s"))
         return Block((records[-1].finished - records[0].started).total_seconds(), records, train, score)

@@ -30,7 +30,7 @@ from raysim.models.base import InputSpec, ModelSettings
 from raysim.objective import Precision
 from raysim.recording.checkpoint import ClientFile, read_client_state
 from raysim.state import Arrays, Buffers, ServerState, from_arrays, to_arrays
-from raysim.vector import Vector
+from raysim.vector import Vector, checksum
 from raysim.weighting.base import KeptProbe, Probe, Report, ScoringSettings, Tally, Weighting
 
 GROUP = 16
@@ -86,6 +86,11 @@ class Setup:
     client_precision: Precision = "float32"
     client_timeout_s: float | None = None
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def data_hash(self) -> str:
+        """Checksum of the training and test images and their labels."""
+        return checksum(self.train.images, self.train.labels, self.test.images, self.test.labels)
 
 
 @dataclass(frozen=True)

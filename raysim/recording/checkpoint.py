@@ -114,7 +114,7 @@ def write_checkpoint(
     return path
 
 
-def read_latest(folder: Path) -> Checkpoint | None:
+def read_latest(folder: Path, *, up_to: int | None = None) -> Checkpoint | None:
     """The newest checkpoint that is whole; a broken one is passed by with a logged warning.
 
     Every array is compared with its checksum. Of the client states only the presence is checked here; their content is
@@ -122,12 +122,15 @@ def read_latest(folder: Path) -> Checkpoint | None:
 
     Args:
         folder: The run folder.
+        up_to: Rounds done at most; None: any number.
 
     Returns:
         The checkpoint, or None if there is none.
     """
     place = folder / "checkpoints"
-    for _, path in sorted(_manifests(place).items(), reverse=True):
+    for round_num, path in sorted(_manifests(place).items(), reverse=True):
+        if up_to is not None and round_num > up_to:
+            continue
         try:
             return _read(path)
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:

@@ -61,11 +61,16 @@ def build_manifest(
         "command": list(sys.argv if command is None else command),
         "folder": os.getcwd(),
         "hostname": socket.gethostname(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": package_versions(),
         "git": _git(),
         "hardware": _hardware(),
         **sections,
     }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that results depend on; None for one that is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,8 @@ def claim(folder: Path) -> None:
         os.mkdir(folder)
     except FileExistsError as error:
         raise ConfigError(
-            f"output.dir, name: {folder} exists. Give another `name` or `output.dir`, or remove the folder."
+            f"output.dir, name: {folder} exists. Go on with it (`raysim resume`, or `raysim run --resume`), give another "
+            "`name` or `output.dir`, or remove the folder."
         ) from error
     except OSError as error:
         raise ConfigError(_refused(folder, error)) from error

@@ -152,6 +152,13 @@ class TableWriter:
             pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMAS[table]), handle)
 
 
+def read_rounds(folder: Path) -> list[RoundRecord]:
+    """The table of rounds as records, by round."""
+    rows = read_table(folder, "rounds").to_pylist()
+    plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
+    return [RoundRecord(**row) for row in plain]
+
+
 def read_table(folder: Path, table: TableName) -> Any:
     """A table of a run, as far as the run has come.
 

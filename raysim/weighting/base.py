@@ -161,6 +161,15 @@ class KeptProbe:
     round_num: int
     probe: Probe
 
+    def as_plain(self) -> dict[str, Any]:
+        """In JSON's own types, for a checkpoint."""
+        return {"round_num": self.round_num, **self.probe.as_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> KeptProbe:
+        """The inverse of `as_plain`, bit for bit."""
+        return cls(plain["round_num"], Probe.from_plain({k: v for k, v in plain.items() if k != "round_num"}))
+
 
 @dataclass(frozen=True)
 class Tally:

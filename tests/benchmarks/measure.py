@@ -146,7 +146,7 @@ def running(config: RunConfig) -> Iterator[tuple[Any, WatchingRecorder, dict[str
     with ExitStack() as stack:
         executor = stack.enter_context(closing(make_executor(prepared, Silent())))
         recorder = stack.enter_context(closing(WatchingRecorder(prepared, executor, datetime.now(UTC), None)))
-        yield rounds(prepared, executor, recorder, Silent()), recorder, executor.describe()
+        yield rounds(prepared, prepared.initial, executor, recorder, Silent()), recorder, executor.describe()
 
 
 def finish(result: Mapping[str, Any]) -> None:

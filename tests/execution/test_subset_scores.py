@@ -17,7 +17,6 @@ from raysim.execution.base import Broadcast, Packed, WorkItem
 from raysim.execution.serial import SerialExecutor
 from raysim.objective import ModelObjective
 from raysim.preparation import prepare
-from raysim.recorder import plain_probes, probes_from
 from raysim.recording.progress import Silent
 from raysim.simulation import run, run_round
 from raysim.state import record_checksum
@@ -311,6 +310,14 @@ def test_a_client_without_a_part_in_a_round_keeps_its_probe_and_an_excluded_one_
     first, second = rounds_of(scored(whole, rescore_every=5), 2)
     assert set(first.state.probes) == set(second.state.probes) == {0, 1}
     assert ages(second) == [1, None]
+
+
+def plain_probes(probes):
+    return {str(client): kept.as_plain() for client, kept in probes.items()}
+
+
+def probes_from(plain):
+    return {int(client): KeptProbe.from_plain(kept) for client, kept in plain.items()}
 
 
 def test_kept_probes_go_through_json_bit_for_bit(whole):

@@ -26,7 +26,7 @@ def test_a_folder_is_claimed_once(tmp_path):
         claim(tmp_path / "run")
     text = str(caught.value)
     assert all(part in text for part in (str(tmp_path / "run"), "`name`", "`output.dir`", "remove"))
-    assert "resume" not in text
+    assert "`raysim resume`" in text
     assert (tmp_path / "run" / "result.json").read_text() == "{}"
 
 
