@@ -227,7 +227,7 @@ for i in 0 1; do
     env SLURM_NODEID=$i SLURM_CPUS_ON_NODE=1 "$@" > >(sed -u "s/^/$i: /") 2>&1 &
   tasks+=($!)
 done
-for task in "${tasks[@]}"; do wait "$task" || { worst=$?; echo "a task ended with $worst"; }; done
+for task in "${tasks[@]}"; do wait "$task" || worst=$?; done
 exit "$worst"
 """
 SCONTROL = """#!/bin/bash
