@@ -212,7 +212,7 @@ def commands() -> list[str]:
     lines = [line.partition(" #")[0] for line in blocks.splitlines()]
     found = [line[line.index("raysim ") :] for line in lines if re.search(r"(^| -- +)raysim ", line)]
     entrypoint = read(CLUSTER / "kuberay" / "rayjob.yaml")[0]["spec"]["entrypoint"]
-    inside = re.search(r'raysim run "\$@" (.*) \|\|', (CLUSTER / "slurm.sbatch").read_text(encoding="utf-8"))
+    inside = re.search(r'raysim "\$@" (.*) \|\|', (CLUSTER / "slurm.sbatch").read_text(encoding="utf-8"))
     assert inside is not None
     given = [f"raysim run configs/fashion_mnist_300.yaml {inside[1]}", entrypoint]
     return sorted({" ".join(command.split()) for command in (*found, *inline, *given) if command.count(" ") > 1})
