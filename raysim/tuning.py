@@ -173,6 +173,10 @@ def _bundles(base: RunConfig, driver_cpus: float) -> list[dict[str, float]]:
     bundles = [{"CPU": driver_cpus}]
     for role, count in (("scorer", execution.scorer_actors), ("client", execution.client_actors)):
         actor: ActorSettings = getattr(execution, role)
+        if actor.label:
+            raise ConfigError(
+                f"execution.{role}.label: {dict(actor.label)}, but a trial goes where there is room; leave it out"
+            )
         gpus = gpu_share(actor.num_gpus) or 0
         if not actor.num_cpus and not gpus:
             raise ConfigError(f"execution.{role}.num_cpus: 0 reserves nothing in a trial; give more than 0")

@@ -21,8 +21,9 @@ settings.load_profile("raysim")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.pop("RAY_ADDRESS", None)
 
-# What Ray and torch set themselves when they start.
+# What Ray, torch and raysim.execution set themselves when they start.
 OWN_VARIABLES = (
+    "THP_",
     "RAY_",
     "CUDA_",
     "OMP_",

@@ -45,12 +45,17 @@ class RayBackend:
         options: dict[str, Any] = {"name": f"raysim/{self._run_id}/{slot}.{generation}"}
         if role == "scorer":
             options |= {"num_cpus": plan.scorer_cpus, "num_gpus": ray_gpus(plan.scorer_gpus)}
+            label = plan.scorer_label
         else:
             options |= {"num_cpus": plan.client_cpus, "num_gpus": ray_gpus(plan.client_gpus)}
+            label = plan.client_label
         if self._group is not None and role in self._first:
+            # The bundles of a group lie on nodes with the label already.
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=self._first[role] + int(index)
             )
+        elif label:
+            options["label_selector"] = dict(label)
         actor_class: Any = WorkActor
         self._actors[slot] = actor_class.options(**options).remote(self.setup_ref, slot)
         ref: Ref = self._actors[slot].hello.remote()

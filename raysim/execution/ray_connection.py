@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ logger = logging.getLogger("raysim.ray")
 
 TELL_AFTER_S = 3.0
 """Shorter waits are not worth a word: actors that were just ended hold their resources for a moment."""
+REACH_S = 10.0
+"""Longest time until a cluster's address answers."""
 
 
 _GROUP: ContextVar[PlacementGroup | None] = ContextVar("group", default=None)
@@ -80,6 +83,7 @@ def connect(settings: ExecutionSettings, store_bytes: float = 0.0) -> Connection
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": f"raysim-{os.getpid()}"}
     try:
         if address:
+            _knock(address)
             ray.init(address=address, **quiet)
         else:
             (usual,), (node,) = local_nodes(settings), local_nodes(settings, store_bytes / STORE_FULL)
@@ -92,7 +96,7 @@ def connect(settings: ExecutionSettings, store_bytes: float = 0.0) -> Connection
                 include_dashboard=False,
                 **quiet,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         key = "execution.address" if settings.address else "RAY_ADDRESS" if address else "execution"
         raise ConfigError(
             f"{key}: cannot {'reach' if address else 'start'} Ray{f' at {address}' if address else ''}: {error}"
@@ -109,6 +113,13 @@ def gcs_address() -> str:
     return address
 
 
+def _knock(address: str) -> None:
+    """See whether anybody answers at `host:port`: Ray itself tries for minutes before it says that nobody does."""
+    host, _, port = address.rpartition(":")
+    if "/" not in host and port.isdigit():  # Not `auto`, nor `ray://host:port`.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+
+
 def cluster_nodes() -> list[Node]:
     """The nodes that are alive, with what they offer in all."""
     return [
@@ -118,6 +129,7 @@ def cluster_nodes() -> list[Node]:
             gpus=node["Resources"].get("GPU", 0.0),
             memory=node["Resources"].get("memory", 0.0),
             store=node["Resources"].get("object_store_memory", 0.0),
+            labels=node.get("Labels", {}),
         )
         for node in ray.nodes()
         if node["Alive"]

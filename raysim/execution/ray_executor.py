@@ -158,7 +158,8 @@ class RayExecutor:
         bundle = {name: amount for name, amount in bundle.items() if amount}
         if not bundle:
             return None
-        group = placement_group([bundle] * plan.scorer_actors, strategy="SPREAD")
+        labels = [dict(plan.scorer_label)] * plan.scorer_actors if plan.scorer_label else None
+        group = placement_group([bundle] * plan.scorer_actors, strategy="SPREAD", bundle_label_selector=labels)
         with signals_heard():
             reserved = group.wait(self._settings.resource_timeout_s)
         if not reserved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -28,13 +28,17 @@ CONTEXT_MEMORY = 600 * 2**20
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of the cluster offers in all (not what is free at the moment); memory and object store in bytes."""
+    """What one node of the cluster offers in all (not what is free at the moment); memory and object store in bytes.
+
+    Labels are those that the node was started with and those that Ray gives it.
+    """
 
     name: str
     cpus: float
     gpus: float
     memory: float
     store: float = math.inf
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def parts_of(nodes: Sequence[Node], parts: int) -> list[Node]:
@@ -108,6 +112,8 @@ class Plan:
         scorer_gpus: Share of a GPU of each scorer actor.
         client_cpus: CPUs of each client actor.
         scorer_cpus: CPUs of each scorer actor.
+        client_label: Labels of the nodes that may have client actors; empty: all.
+        scorer_label: Labels of the nodes that may have scorer actors; empty: all.
         binding: What keeps the client pool from being larger.
         per_client: Whether every client of the run has its own actor.
         nodes: The cluster.
@@ -124,6 +130,8 @@ class Plan:
     per_client: bool
     nodes: tuple[Node, ...]
     store_bytes: float = field(default=0.0, compare=False)
+    client_label: Mapping[str, str] = field(default_factory=dict)
+    scorer_label: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def warning(self) -> str | None:
@@ -143,8 +151,9 @@ class Plan:
         memory = sum(n.memory for n in self.nodes) / 2**30
         return [
             f"cluster: {len(self.nodes)} node(s), {cpus:g} CPUs, {gpus:g} GPUs, {memory:.1f} GiB",
-            f"client actors: {self.client_actors} x {_share(self.client_cpus, self.client_gpus)} ({self.binding})",
-            f"scorer actors: {self.scorer_actors} x {_share(self.scorer_cpus, self.scorer_gpus)}",
+            f"client actors: {self.client_actors} x {_share(self.client_cpus, self.client_gpus)}{_on(self.client_label)} "
+            f"({self.binding})",
+            f"scorer actors: {self.scorer_actors} x {_share(self.scorer_cpus, self.scorer_gpus)}{_on(self.scorer_label)}",
             f"object store: {sum(n.store for n in self.nodes) / 2**30:.1f} GiB, a round keeps "
             f"{self.store_bytes / 2**30:.2g} GiB there",
         ]
@@ -184,8 +193,13 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
         by_cpu = sum(node.cpus for node in nodes) / max(settings.client.num_cpus, settings.scorer.num_cpus, 1e-9)
         actors = max(2, min(wanted, int(ACTORS_PER_GPU * gpus), int(by_cpu)))
         auto_share = Fraction(1, math.ceil(actors / gpus))
-    client = _Actor("client", settings.client.num_cpus, auto_share if client_gpus is None else client_gpus)
-    scorer = _Actor("scorer", settings.scorer.num_cpus, auto_share if scorer_gpus is None else scorer_gpus)
+    client_label, scorer_label = settings.client.label or {}, settings.scorer.label or {}
+    client = _Actor(
+        "client", settings.client.num_cpus, auto_share if client_gpus is None else client_gpus, client_label
+    )
+    scorer = _Actor(
+        "scorer", settings.scorer.num_cpus, auto_share if scorer_gpus is None else scorer_gpus, scorer_label
+    )
     memory = ACTOR_MEMORY + 4 * demand.model_bytes
 
     problems = [problem for actor in (client, scorer) if (problem := actor.impossible(nodes))]
@@ -227,6 +241,8 @@ def make_plan(settings: ExecutionSettings, nodes: Sequence[Node], demand: Demand
         per_client=per_client,
         nodes=tuple(nodes),
         store_bytes=demand.store_bytes,
+        client_label=client_label,
+        scorer_label=scorer_label,
     )
 
 
@@ -273,9 +289,13 @@ def better_split(
 
     Returns:
         Client and scorer actors; None if the division is good, if the cores are busy anyway, or if clients and scorers reserve
-        different resources and cannot take each other's place.
+        different resources or have different nodes and cannot take each other's place.
     """
-    if (plan.client_cpus, plan.client_gpus) != (plan.scorer_cpus, plan.scorer_gpus) or not train or not score:
+    client, scorer = (
+        (plan.client_cpus, plan.client_gpus, plan.client_label),
+        (plan.scorer_cpus, plan.scorer_gpus, plan.scorer_label),
+    )
+    if client != scorer or not train or not score:
         return None
     actors = plan.client_actors + plan.scorer_actors
     cores = min(actors, sum(node.cpus for node in plan.nodes) if not plan.client_gpus else actors)
@@ -292,21 +312,34 @@ class _Actor:
     role: str
     cpus: float
     gpus: Fraction
+    label: Mapping[str, str]
 
     def __str__(self) -> str:
-        return _share(self.cpus, self.gpus)
+        return _share(self.cpus, self.gpus) + _on(self.label)
+
+    def may_use(self, node: Node) -> bool:
+        """Whether the node has the labels asked for."""
+        return all(node.labels.get(key) == value for key, value in self.label.items())
 
     def impossible(self, nodes: Sequence[Node]) -> str | None:
         """Why not even one fits, or None."""
         problems = []
-        for what, asked, have in (
-            ("num_cpus", self.cpus, [node.cpus for node in nodes]),
-            ("num_gpus", float(self.gpus), [node.gpus for node in nodes]),
+        usable = [node for node in nodes if self.may_use(node)]
+        if self.label and not usable:
+            have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in self.label if key in node.labels})
+            return (
+                f"execution.{self.role}.label: no node has {_words(self.label)}, {', '.join(have) or 'nothing'} of that kind "
+                f"on {len(nodes)} node(s); start a node with: ray start --labels {_words(self.label)}"
+            )
+        where = f"what is{_on(self.label)}" if self.label else "the cluster"
+        for what, asked, amounts in (
+            ("num_cpus", self.cpus, [node.cpus for node in usable]),
+            ("num_gpus", float(self.gpus), [node.gpus for node in usable]),
         ):
-            if asked > max(have, default=0):
+            if asked > max(amounts, default=0):
                 problems.append(
-                    f"execution.{self.role}.{what}: {asked:g} asked for, but the cluster has {sum(have):g} in all and the "
-                    f"largest node {max(have, default=0):g}; lower execution.{self.role}.{what} or add nodes"
+                    f"execution.{self.role}.{what}: {asked:g} asked for, but {where} has {sum(amounts):g} in all and the "
+                    f"largest node {max(amounts, default=0):g}; lower execution.{self.role}.{what} or add nodes"
                 )
         return "; ".join(problems) or None
 
@@ -321,6 +354,7 @@ class _Packing:
     """What is left on each node while actors are placed one by one, fullest choice first (largest free node)."""
 
     def __init__(self, nodes: Sequence[Node], memory: float) -> None:
+        self._nodes = nodes
         self._cpus = [node.cpus for node in nodes]
         self._memory = [node.memory for node in nodes]
         self._gpus = [_devices(node) for node in nodes]
@@ -332,7 +366,7 @@ class _Packing:
         for placed in range(count):
             node = max((i for i in range(len(self._cpus)) if not self._short(i, actor)), key=self._room, default=None)
             if node is None:
-                short = [self._short(i, actor) for i in range(len(self._cpus))]
+                short = [self._short(i, actor) for i in range(len(self._cpus)) if actor.may_use(self._nodes[i])]
                 self.binding = next((s for s in ("GPU", "CPU", "memory") if s in short), "resource")
                 return placed
             before = self._cpus[node], self._memory[node], list(self._gpus[node])
@@ -348,6 +382,8 @@ class _Packing:
         return self._cpus[node]
 
     def _short(self, node: int, actor: _Actor) -> str | None:
+        if not actor.may_use(self._nodes[node]):
+            return "label"
         if self._cpus[node] + 1e-9 < actor.cpus:
             return "CPU"
         if actor.gpus >= 1 and sum(free == 1 for free in self._gpus[node]) < actor.gpus:
@@ -368,7 +404,7 @@ class _Packing:
 
 def _auto_scorers(nodes: Sequence[Node], client: _Actor, scorer: _Actor, demand: Demand, memory: float) -> int:
     capacity = _Packing(nodes, memory).place(scorer, 4096)
-    cores = max(1, int(sum(node.cpus for node in nodes)))
+    cores = max(1, int(sum(node.cpus for node in nodes if scorer.may_use(node))))
     ratio = demand.scoring_ratio
     if ratio >= 1:
         wanted = cores if scorer.gpus == 0 else round(capacity * ratio / (1 + ratio))
@@ -409,6 +445,14 @@ def memory_line(peak_bytes: int, total_bytes: int, share: Fraction) -> str | Non
 
 def _share(cpus: float, gpus: Fraction) -> str:
     return f"{cpus:g} CPU" + (f" + {gpus} GPU" if gpus else "")
+
+
+def _words(label: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in label.items())
+
+
+def _on(label: Mapping[str, str]) -> str:
+    return f" on nodes with {_words(label)}" if label else ""
 
 
 def _offer(nodes: Sequence[Node]) -> str:

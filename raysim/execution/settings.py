@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
 from raysim.fields import Count, NonNegative, NonNegativeInt, Positive, Section
+
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 
 
 def gpu_share(value: float | str) -> Fraction | None:
@@ -38,13 +42,23 @@ class ActorSettings(Section):
     Attributes:
         num_cpus: CPUs it reserves. On a CPU, twice as many actors as cores (0.5) keep the cores busy.
         num_gpus: `auto`: an equal 1/k for clients and scorers where there are GPUs, else 0; a whole number or 1/k.
+        label: Only nodes that were started with these labels, `{raysim-role: scorer}`, for example (`ray start --labels
+            raysim-role=scorer`); null: all nodes.
     """
 
     num_cpus: NonNegative = 0.5
     num_gpus: float | str = "auto"
+    label: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         gpu_share(self.num_gpus)
+        for key, value in (self.label or {}).items():
+            # What Ray accepts as labels. It would also read `!x` and `in(x, y)` as conditions; the plan knows equality only.
+            if not re.fullmatch(rf"([A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", key) or not re.fullmatch(_LABEL, value):
+                raise ValueError(
+                    f"label: {key}: {value} is no label of a node: key and value are up to 63 letters, digits, '-', '_' or "
+                    "'.', and begin and end with a letter or digit"
+                )
 
 
 @dataclass(frozen=True)

@@ -173,11 +173,11 @@ def _lines(
     runtime_env = _runtime_env(sweep, folder, options, say)
     if options.submit:
         return _job_sweep(sweep, folder, options, runtime_env).lines(points)
-    # Without a cluster to ask, an id is counted up with the attempts that left something.
+    # Without a cluster to ask, an id is counted up with the attempts that left something: Ray takes none twice.
     count = options.max_concurrent or sweep.max_concurrent
     lines = []
     for point in points:
-        attempts = len(list((folder.path / "attempts").glob(f"{point.name}.*"))) + point.config.folder.exists()
+        attempts = folder.attempts_at(point)
         job = job_id(sweep.name, point) + (f"-{attempts + 1}" if attempts else "")
         lines.append(
             submit_line(None, job, entrypoint(folder.point_file(point.name), count), runtime_env, _driver(options))

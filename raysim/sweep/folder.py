@@ -1,7 +1,7 @@
 """A sweep on disk, and the one way to run a point of it.
 
 `runs/SWEEP/` holds `sweep.yaml` (the points), `points/NAME.yaml` (each point's resolved configuration), `state.json` (how far
-each is), `attempts/` (what was there before a point was run again), `jobs/` (logs of jobs), and a run folder for each point.
+each is), `attempts/` (what was in the place of a point that had to begin again), `jobs/` (logs of jobs), and a run folder for each point.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from raysim.config import RunConfig, load_config
 from raysim.errors import ConfigError
 from raysim.recording.files import write_atomic
 from raysim.recording.progress import Progress
-from raysim.simulation import RunRecord, Session, load, run
-from raysim.sweep.settings import Sweep, same_numerics
+from raysim.recording.runfolder import ATTEMPTS
+from raysim.resuming import check_same, is_unused
+from raysim.runrecord import RunRecord, load
+from raysim.simulation import Session, run
+from raysim.sweep.settings import Point, Sweep, same_numerics
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,17 @@ class SweepFolder:
     def job_log(self, job: str) -> Path:
         """What a job printed."""
         return self.path / "jobs" / f"{job}.log"
+
+    def attempts_at(self, point: Point) -> int:
+        """How often a point was begun, as far as the folder shows."""
+        abandoned = len(list((self.path / ATTEMPTS).glob(f"{point.name}.*")))
+        if not point.config.folder.is_dir():
+            return abandoned
+        try:
+            manifest = json.loads((point.config.folder / "manifest.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            manifest = {}
+        return abandoned + 1 + len(manifest.get("resumed", ()))
 
     def create(self) -> None:
         """Make the folder, unless it is there.
@@ -116,14 +130,14 @@ def progressed(config: RunConfig) -> Progressed:
 
 
 def reclaim(folder: Path) -> Path | None:
-    """Clear the place of a point that is run again: what an earlier attempt left moves to `attempts/`.
+    """Clear the place of a point that has to begin again: what an earlier attempt left moves to `attempts/`.
 
     Returns:
         Where it is now; None if there was nothing.
     """
     if not folder.exists():
         return None
-    attempts = folder.parent / "attempts"
+    attempts = folder.parent / ATTEMPTS
     attempts.mkdir(exist_ok=True)
     number = 1
     while (moved := attempts / f"{folder.name}.{number}").exists():
@@ -140,7 +154,7 @@ def run_point(
     command: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunRecord:
-    """Run a point from its file; one that is finished is left alone.
+    """Run a point from its file, or go on with it; one that is finished is left alone.
 
     Args:
         file: `points/NAME.yaml` of a sweep's folder.
@@ -164,10 +178,13 @@ def run_point(
     with _lock(sweep / ".locks" / f"{config.name}.lock", f"{config.name}: another process is running this point"):
         if progressed(config).status == "finished":
             return load(config.folder)
-        moved = reclaim(config.folder)
-        if moved is not None:
-            say(f"{config.name}: what an earlier attempt left is now {moved}")
-        return run(config, progress=progress, session=session, command=command)
+        if config.folder.exists() and not is_unused(config.folder):
+            try:
+                check_same(config)
+            except ConfigError as error:
+                moved = reclaim(config.folder)
+                say(f"{config.name} begins again, what was there is now {moved}: {'; '.join(error.problems)}")
+        return run(config, progress=progress or False, session=session, command=command, resume=True)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from pydantic import AfterValidator
 from raysim.config import RunConfig, folder_name, resolve, validated
 from raysim.configfile import KeyPath, apply_overrides, put, read_yaml
 from raysim.errors import ConfigError
-from raysim.fields import Count, NonNegativeInt, Section
+from raysim.fields import Count, NonNegativeInt, Section, flatten
 
 SLUG_LENGTH = 60
 """Most characters of a point's readable name before its id."""
@@ -299,10 +299,7 @@ def _points(
                 problems.setdefault(problem, []).append(slug(settings))
             continue
         digest = point_id(config)
-        changes: dict[str, Any] = {"dir": config.output.dir / sweep.name}
-        if "hparams" in {item.name for item in dataclasses.fields(config.output)}:
-            changes["hparams"] = tuple(varied)
-        output = dataclasses.replace(config.output, **changes)
+        output = dataclasses.replace(config.output, dir=config.output.dir / sweep.name)
         config = dataclasses.replace(config, name="-".join(filter(None, [slug(settings), digest])), output=output)
         points.append(Point(digest, settings, config))
     count = len(points) + len({point for names in problems.values() for point in names})
@@ -316,7 +313,36 @@ def _points(
             )
     if found:
         raise ConfigError(found)
-    return tuple(points)
+    return _compared(points, varied)
+
+
+def _compared(points: Sequence[Point], varied: Iterable[str]) -> tuple[Point, ...]:
+    """The points with the study's keys and all their values in `output.hparams`, by which pages compare its runs."""
+    plain = [flatten(point.config.as_dict()) for point in points]
+    keys = [
+        key
+        for key in dict.fromkeys(key for values in plain for key in values)
+        if any(key == name or key.startswith(f"{name}.") for name in varied)
+    ]
+    hparams = {
+        # A list is no value that such pages can show.
+        key: tuple(
+            dict.fromkeys(
+                v if isinstance(v, bool | int | float | str | None) else json.dumps(v)
+                for v in (p.get(key) for p in plain)
+            )
+        )
+        for key in keys
+    }
+    return tuple(
+        dataclasses.replace(
+            point,
+            config=dataclasses.replace(
+                point.config, output=dataclasses.replace(point.config.output, hparams=hparams or None)
+            ),
+        )
+        for point in points
+    )
 
 
 def _of(names: Sequence[str], count: int) -> str:

@@ -130,13 +130,6 @@ def cluster() -> Iterator[Cluster]:
         assert cluster.processes() == []
 
 
-def test_script_has_no_shellcheck_findings() -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    found = run(["shellcheck", str(SCRIPT)], dict(os.environ))
-    assert found.returncode == 0, found.stdout
-
-
 @pytest.mark.parametrize("variable", ["RAYSIM_HEAD_PORT", "RAYSIM_DASHBOARD_PORT"])
 def test_taken_port_is_named_with_its_variable(unused: Cluster, variable: str) -> None:
     with socket.create_server(("127.0.0.1", int(unused.environment[variable]))):

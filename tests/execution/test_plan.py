@@ -317,6 +317,49 @@ def test_the_lines_name_pools_shares_and_binding():
     assert plan.as_dict()["client"] == {"num_cpus": 0.5, "num_gpus": "1/8"}
 
 
+def labelled(cpus: float, **labels: str) -> Node:
+    return replace(node(cpus), labels={key.replace("_", "-"): value for key, value in labels.items()})
+
+
+SCORER = ActorSettings(label={"role": "scorer"})
+
+
+def test_a_label_keeps_scorers_on_the_nodes_that_have_it():
+    """By hand: half a CPU each, scoring is the larger work, so as many scorers as their two cores; clients take the rest."""
+    nodes = [labelled(4), labelled(2, role="scorer"), labelled(2, role="client")]
+    plan = make_plan(execution(scorer=SCORER), nodes, demand(cohort=20))
+    assert sizes(plan) == (14, 2)
+    assert plan.lines()[2] == "scorer actors: 2 x 0.5 CPU on nodes with role=scorer"
+    assert sizes(make_plan(execution(), nodes, demand(cohort=20))) == (8, 8)
+    kept = execution(replace(SCORER, label={"role": "client"}), SCORER)
+    plan = make_plan(kept, nodes, demand(cohort=20))
+    assert sizes(plan) == (4, 2)
+    assert plan.binding == "CPU-bound"
+    assert better_split(plan, 1.0, 9.0, 9.0, 20) is None, "they cannot take each other's place"
+
+
+def test_more_scorers_than_the_labelled_nodes_hold_are_refused():
+    text = refused(execution(scorer=SCORER, scorer_actors=5), [labelled(8), labelled(2, role="scorer")], demand())
+    assert "5 x 0.5 CPU on nodes with role=scorer" in text
+    assert "only 4 fit" in text
+    text = refused(execution(scorer=replace(SCORER, num_cpus=3)), [labelled(8), labelled(2, role="scorer")], demand())
+    assert "execution.scorer.num_cpus: 3 asked for, but what is on nodes with role=scorer has 2 in all" in text
+
+
+def test_a_label_that_no_node_has_is_refused_with_those_that_there_are():
+    text = refused(execution(SCORER), [labelled(2, role="scorers"), labelled(2)], demand())
+    assert "execution.client.label: no node has role=scorer, role=scorers of that kind on 2 node(s)" in text
+    assert "ray start --labels role=scorer" in text
+    assert "nothing of that kind" in refused(execution(SCORER), [node(2)], demand())
+
+
+@pytest.mark.parametrize("label", [{"role": "!scorer"}, {"role": "in(a, b)"}, {"role": ""}, {"a b": "c"}, {"x": "-y"}])
+def test_what_is_no_label_is_refused(label):
+    with pytest.raises(ValueError, match="is no label of a node"):
+        ActorSettings(label=label)
+    assert ActorSettings(label={"ray.io/accelerator-type": "H100"}).label == {"ray.io/accelerator-type": "H100"}
+
+
 def test_a_round_that_does_not_fit_into_the_object_stores_is_warned_of():
     nodes = [Node("a", 2, 0, 64 * GIB, 3 * GIB), Node("b", 2, 0, 64 * GIB, 7 * GIB)]
     fits = make_plan(execution(), nodes, replace(demand(), store_bytes=8 * GIB))
