@@ -251,7 +251,7 @@ def test_slugs_are_safe_and_short():
 # ---- running ----
 
 
-def test_finished_points_are_skipped_failed_ones_tried_again_and_broken_off_ones_moved_aside():
+def test_finished_points_are_skipped_failed_ones_tried_again_and_broken_off_ones_go_on():
     file = write(f"{TINY}grid: {{seed: [0, 1], data.train_images: [200, 99999]}}\n")
     first = call(file)
     assert first.exit_code == 3, first.output
@@ -270,9 +270,9 @@ def test_finished_points_are_skipped_failed_ones_tried_again_and_broken_off_ones
     second = call(file)
     assert second.exit_code == 3
     assert "4 points, 1 finished before" in second.output
-    assert f"{other}: what an earlier attempt left is now" in second.output
-    assert (folder / "attempts" / f"{other}.1" / "rounds").is_dir()
     assert results(folder) == checksums
+    assert not (folder / "attempts").exists()
+    assert raysim.load(folder / other).result["resumed_after"] == [raysim.load(folder / other).config.rounds]
     assert (folder / good / "result.json").stat().st_mtime_ns == before
 
     # A point is an ordinary run: its file gives the same numbers alone.
@@ -293,6 +293,30 @@ def test_two_sweeps_in_one_folder_and_a_folder_of_something_else_are_refused():
     refused = call(file, "name=other")
     assert refused.exit_code == 2
     assert "exists and is no sweep" in refused.output
+
+
+def test_a_point_that_was_another_run_begins_again_and_nothing_is_lost():
+    file = write(f"{TINY}seeds: 1\n")
+    assert call(file).exit_code == 0
+    (point,) = load_sweep(file).points
+    folder, checksums = point.config.folder, results(Path("runs/study"))
+    stored = (folder / "config.yaml").read_text(encoding="utf-8")
+    (folder / "config.yaml").write_text(stored.replace("batch_size: 32", "batch_size: 16", 1), encoding="utf-8")
+    again = call(file)
+    assert again.exit_code == 0, again.output
+    assert f"{point.name} begins again, what was there is now" in again.output
+    assert "batch_size: 32, but the run in" in again.output
+    assert (folder.parent / "attempts" / f"{point.name}.1" / "result.json").is_file()
+    assert results(Path("runs/study")) == checksums
+    assert [record.folder.name for record in raysim.load_all("runs/study")] == [point.name], "attempts are no runs"
+
+
+def test_points_carry_the_values_of_the_study():
+    file = write(
+        f"{TINY}seeds: 2\nlist: [{{algorithm: {{name: fedavg}}}}, {{algorithm: {{name: fedprox, mu: 0.5}}, fusion: null}}]\n"
+    )
+    shown = [point.config.output.hparams for point in load_sweep(file).points]
+    assert shown == [{"seed": (0, 1), "algorithm.name": ("fedavg", "fedprox"), "algorithm.mu": (None, 0.5)}] * 4
 
 
 def test_attempts_are_numbered(tmp_path):

@@ -1,7 +1,8 @@
 """A sweep on disk, and the one way to run a point of it.
 
-`runs/SWEEP/` holds `sweep.yaml` (the points), `points/NAME.yaml` (each point's resolved configuration), `state.json` (how far
-each is), `attempts/` (what was in the place of a point that had to begin again), `jobs/` (logs of jobs), and a run folder for each point.
+`runs/SWEEP/` holds a run folder for each point, and `sweep.yaml` (the points), `points/NAME.yaml` (each point's resolved
+configuration), `state.json` (how far each is), `jobs/` (logs of jobs), `attempts/` (what was in the place of a point that had
+to begin again).
 """
 
 from __future__ import annotations

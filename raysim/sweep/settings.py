@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from raysim.config import RunConfig, folder_name, resolve, validated
 from raysim.configfile import KeyPath, apply_overrides, put, read_yaml
 from raysim.errors import ConfigError
 from raysim.fields import Count, NonNegativeInt, Section, flatten
+from raysim.recording.hparams import path_problems
 
 SLUG_LENGTH = 60
 """Most characters of a point's readable name before its id."""
@@ -313,27 +314,15 @@ def _points(
             )
     if found:
         raise ConfigError(found)
-    return _compared(points, varied)
+    return _compared(points)
 
 
-def _compared(points: Sequence[Point], varied: Iterable[str]) -> tuple[Point, ...]:
+def _compared(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points with the study's keys and all their values in `output.hparams`, by which pages compare its runs."""
     plain = [flatten(point.config.as_dict()) for point in points]
-    keys = [
-        key
-        for key in dict.fromkeys(key for values in plain for key in values)
-        if any(key == name or key.startswith(f"{name}.") for name in varied)
-    ]
-    hparams = {
-        # A list is no value that such pages can show.
-        key: tuple(
-            dict.fromkeys(
-                v if isinstance(v, bool | int | float | str | None) else json.dumps(v)
-                for v in (p.get(key) for p in plain)
-            )
-        )
-        for key in keys
-    }
+    named = dict.fromkeys(key for point in points for key in flatten(point.settings))
+    keys = [key for key in named if not path_problems(RunConfig, [key])]  # A section that is null is none.
+    hparams = {key: tuple(dict.fromkeys(_shown_value(values.get(key)) for values in plain)) for key in keys}
     return tuple(
         dataclasses.replace(
             point,
@@ -343,6 +332,11 @@ def _compared(points: Sequence[Point], varied: Iterable[str]) -> tuple[Point, ..
         )
         for point in points
     )
+
+
+def _shown_value(value: Any) -> bool | int | float | str | None:
+    """A list is no value that such pages can show."""
+    return value if isinstance(value, bool | int | float | str | None) else json.dumps(value)
 
 
 def _of(names: Sequence[str], count: int) -> str:
