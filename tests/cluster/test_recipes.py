@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 
 from raysim.cli import app
 from raysim.config import load_config
+from raysim.sweep.settings import load_sweep
 
 REPOSITORY = Path(__file__).parents[2]
 CLUSTER = REPOSITORY / "cluster"
@@ -228,4 +229,5 @@ def test_raysim_knows_the_command(command: str) -> None:
     context = group.commands[name].make_context(name, list(arguments))
     file = str(context.params.get("file") or "").removeprefix(IMAGE_FOLDER)
     if file.startswith("configs/"):
-        load_config(REPOSITORY / file, context.params["overrides"] or [])
+        load: Any = load_sweep if name == "sweep" else load_config
+        load(REPOSITORY / file, context.params["overrides"] or [])
