@@ -69,7 +69,8 @@ class Recorder:
         self._state_kind = None if client_state is None else type(client_state)
         self._state_bytes = num_bytes(client_state)
         (self.folder / "result.json").unlink(missing_ok=True)
-        (self.folder / "config.yaml").write_text(config.as_yaml(), encoding="utf-8")
+        as_yaml = config.as_yaml()
+        (self.folder / "config.yaml").write_text(as_yaml, encoding="utf-8")
         setup = prepared.setup
         setup.partition.write(self.folder / "partition.parquet", labels=setup.train.labels)
         manifest = build_manifest(
@@ -115,7 +116,7 @@ class Recorder:
             unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
             client_sizes=prepared.population.num_examples,
             config=plain,
-            config_yaml=config.as_yaml(),
+            config_yaml=as_yaml,
             hparams=pick(plain, output.hparams),
             resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
             study=output.hparams if isinstance(output.hparams, Mapping) else {},

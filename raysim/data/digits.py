@@ -7,6 +7,8 @@ test set is the same in every run, whatever the run's seed. The pixels, 0..16 in
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from raysim.data.arrays import Dataset, DataSettings, ImageSet, checked_dataset, stratified_sample
@@ -15,14 +17,23 @@ TEST_FRACTION = 0.2
 _TEST_SEED = 0
 
 
-def read_digits(settings: DataSettings) -> Dataset:
-    """The digits data set; needs no file."""
-    import sklearn
+@functools.cache
+def _everything() -> ImageSet:
+    """All images. The package holds them as text, which takes 50 ms to read: a sweep's points share them."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    everything = ImageSet(images, labels)
+    images.flags.writeable = labels.flags.writeable = False
+    return ImageSet(images, labels)
+
+
+def read_digits(settings: DataSettings) -> Dataset:
+    """The digits data set; needs no file."""
+    import sklearn
+
+    everything = _everything()
+    labels = everything.labels
     rng = np.random.default_rng(_TEST_SEED)
     test = stratified_sample(labels, round(TEST_FRACTION * len(labels)), rng)
     return checked_dataset(
