@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,8 @@ class Node:
 
 def parts_of(nodes: Sequence[Node], parts: int) -> list[Node]:
     """The k-th part of every node, for one of k runs that share the cluster."""
-    return [
-        Node(node.name, node.cpus / parts, node.gpus / parts, node.memory / parts, node.store / parts) for node in nodes
-    ]
+    shared = ("cpus", "gpus", "memory", "store")
+    return [replace(node, **{name: getattr(node, name) / parts for name in shared}) for node in nodes]
 
 
 def starts_ray(settings: ExecutionSettings) -> bool:

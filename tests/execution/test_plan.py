@@ -258,6 +258,12 @@ def test_runs_that_share_a_cluster_fit_beside_each_other(gpus, parts):
     assert actors * ACTOR_MEMORY <= whole.memory
 
 
+def test_the_whole_is_one_part_and_parts_keep_their_labels():
+    nodes = [Node("a", 4, 2, 8 * GIB, GIB, {"raysim-role": "scorer"}), node()]
+    assert parts_of(nodes, 1) == nodes
+    assert [part.labels for part in parts_of(nodes, 2)] == [part.labels for part in nodes]
+
+
 def test_halves_of_two_gpus():
     half = ActorSettings(num_gpus="1/2")
     plan = make_plan(execution(half, half, scorer_actors=1), [node(8, gpus=2)], demand())
