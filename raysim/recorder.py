@@ -21,9 +21,10 @@ from raysim.evaluation import Metrics
 from raysim.execution.base import Executor, Outcome, PoolUse, StoredState
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, write_checkpoint, write_client_state
+from raysim.recording.files import write_atomic
 from raysim.recording.hparams import pick
 from raysim.recording.logger import RunInfo
-from raysim.recording.loggers import open_loggers
+from raysim.recording.loggers import Loggers, open_loggers
 from raysim.recording.manifest import build_manifest, write_json
 from raysim.recording.records import ClientRecord, RoundRecord
 from raysim.recording.tables import TableWriter
@@ -65,13 +66,43 @@ class Recorder:
         self._initial = earlier.initial
         self._last: RoundRecord | None = self._records[-1] if self._records else None
         self._files: dict[int, ClientFile] = dict(earlier.files)
+        self._as_yaml = config.as_yaml()
         client_state = prepared.setup.algorithm.init_client(prepared.initial.server.params)
         self._state_kind = None if client_state is None else type(client_state)
         self._state_bytes = num_bytes(client_state)
-        (self.folder / "result.json").unlink(missing_ok=True)
-        as_yaml = config.as_yaml()
-        (self.folder / "config.yaml").write_text(as_yaml, encoding="utf-8")
-        setup = prepared.setup
+        self._seconds_before = sum(row.round_s for row in earlier.rounds)
+        # Loggers may refuse, and a folder that is resumed is then as it was.
+        self._loggers = self._open_loggers(earlier, say)
+        try:
+            self._claim(earlier, started, command)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_loggers(self, earlier: Earlier, say: Callable[[str], None]) -> Loggers:
+        prepared, config, output = self._prepared, self._config, self._config.output
+        plain = config.as_dict()
+        info = RunInfo(
+            folder=self.folder,
+            name=config.name,
+            rounds=config.rounds,
+            class_names=prepared.class_names,
+            unit_names=[unit.name for unit in prepared.setup.weighting.scored_units(prepared.population.layout)],
+            client_sizes=prepared.population.num_examples,
+            config=plain,
+            config_yaml=self._as_yaml,
+            hparams=pick(plain, output.hparams),
+            resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
+            study=output.hparams if isinstance(output.hparams, Mapping) else {},
+        )
+        # TensorBoard last: it replaces the files of an earlier process.
+        return open_loggers(info, [*output.loggers, *(["tensorboard"] if output.tensorboard else [])], say)
+
+    def _claim(self, earlier: Earlier, started: datetime, command: Sequence[str] | None) -> None:
+        """Write what is known at the start, and take away what the rounds to come will write again."""
+        prepared, executor, config, setup = self._prepared, self._executor, self._config, self._prepared.setup
+        with write_atomic(self.folder / "config.yaml") as handle:
+            handle.write(self._as_yaml.encode())
         setup.partition.write(self.folder / "partition.parquet", labels=setup.train.labels)
         manifest = build_manifest(
             command=command,
@@ -83,6 +114,7 @@ class Recorder:
                 "name": config.data.name,
                 "origin": prepared.origin,
                 "hash": setup.data_hash,
+                "validation_hash": checksum(setup.validation.images, setup.validation.labels),
                 "class_names": list(prepared.class_names),
                 "train": len(setup.train),
                 "validation": len(setup.validation),
@@ -106,22 +138,8 @@ class Recorder:
         self._resumed_after = [entry["after_round"] for entry in manifest.get("resumed", ())]
         write_json(self.folder / "manifest.json", manifest)
         self._tables = TableWriter(self.folder)
+        (self.folder / "result.json").unlink(missing_ok=True)
         self._tables.discard_after(earlier.state.round_num)
-        plain, output = config.as_dict(), config.output
-        info = RunInfo(
-            folder=self.folder,
-            name=config.name,
-            rounds=config.rounds,
-            class_names=prepared.class_names,
-            unit_names=[unit.name for unit in setup.weighting.scored_units(prepared.population.layout)],
-            client_sizes=prepared.population.num_examples,
-            config=plain,
-            config_yaml=as_yaml,
-            hparams=pick(plain, output.hparams),
-            resume_round=earlier.state.round_num + 1 if earlier.rounds else None,
-            study=output.hparams if isinstance(output.hparams, Mapping) else {},
-        )
-        self._loggers = open_loggers(info, [*(["tensorboard"] if output.tensorboard else []), *output.loggers], say)
 
     def now(self) -> tuple[datetime, float]:
         """This moment, for people and for differences."""
@@ -260,7 +278,7 @@ class Recorder:
             "checksums": None
             if self._last is None
             else {key: getattr(self._last, f"{key}_checksum") for key in ("params", "buffers", "server", "clients")},
-            "seconds": seconds,
+            "seconds": self._seconds_before + seconds,
             "resumed_after": self._resumed_after,
             "seconds_per_round": float(np.mean([r.round_s for r in self._records])) if self._records else None,
             "finished": datetime.now(UTC).isoformat(),

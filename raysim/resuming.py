@@ -19,18 +19,20 @@ from filelock import FileLock, Timeout
 from raysim.config import RunConfig, load_config
 from raysim.errors import ConfigError
 from raysim.execution.base import StoredState
+from raysim.execution.settings import is_numeric
 from raysim.fields import flatten
 from raysim.preparation import Prepared
 from raysim.recording.checkpoint import ClientFile, read_latest
 from raysim.recording.manifest import package_versions
 from raysim.recording.records import RoundRecord
 from raysim.recording.tables import read_rounds
+from raysim.runrecord import result_of
 from raysim.state import RoundState, from_arrays
+from raysim.vector import checksum
 from raysim.weighting.base import KeptProbe
 
 FREE = ("name", "rounds", "evaluation.every", "execution", "output", "data.root", "data.path", "partition.path")
 """Settings that a resumed run may change. The content behind the paths is compared by its hash."""
-_NUMERIC = ("execution.threads", "execution.clients_per_call")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ def stored_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     folder = folder.absolute()
     _check_run_folder(folder)
+    if moved := [text for text in overrides if text.partition("=")[0] in ("name", "output.dir")]:
+        raise ConfigError(
+            f"command line: {', '.join(moved)}: a resumed run stays in its folder, {folder}; leave it out"
+        )
     config = load_config(folder / "config.yaml", overrides)
     return replace(config, name=folder.name, output=replace(config.output, dir=folder.parent))
 
@@ -131,15 +137,22 @@ def read_earlier(prepared: Prepared) -> Earlier:
     folder, setup = prepared.config.folder, prepared.setup
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    validation = checksum(setup.validation.images, setup.validation.labels)
     problems = [
-        f"{section}: hash {now}, but the run in {folder} was begun with {manifest[section]['hash']}"
-        for section, now in (("data", setup.data_hash), ("partition", setup.partition.content_hash))
-        if manifest and manifest[section]["hash"] != now
+        f"{section}: {name} {now}, but the run in {folder} was begun with {manifest[section][name]}"
+        for section, name, now in (
+            ("data", "hash", setup.data_hash),
+            ("data", "validation_hash", validation),
+            ("partition", "hash", setup.partition.content_hash),
+        )
+        if manifest and manifest[section].get(name, now) != now
     ]
     if problems:
         raise ConfigError(problems)
     rows = read_rounds(folder)
     checkpoint = read_latest(folder, up_to=rows[-1].round_num if rows else 0)
+    if checkpoint is None and result_of(folder)["status"] == "finished":
+        raise ConfigError(f"{folder} is finished and has no usable checkpoint, so it cannot go on; give another name")
     if checkpoint is None:
         lost = f"{len(rows)} rounds are" if rows else "no round is"
         note = f"{folder} has no usable checkpoint: {lost} done, and the run begins again"
@@ -157,6 +170,8 @@ def read_earlier(prepared: Prepared) -> Earlier:
         {int(k): KeptProbe.from_plain(probe) for k, probe in checkpoint.info.get("probes", {}).items()},
     )
     done = [row for row in rows if row.round_num <= checkpoint.round_num]
+    if checkpoint.round_num == prepared.config.rounds and done[-1].accuracy is None:
+        raise ConfigError(f"rounds: {prepared.config.rounds}, but that round of {folder} was not tested; give more")
     again = f", {len(rows) - len(done)} later ones are computed again" if len(rows) > len(done) else ""
     notes = [f"resumed after round {checkpoint.round_num}{again}", *_other_versions(manifest)]
     return Earlier(state, done, checkpoint.info.get("initial"), manifest, files, tuple(notes))
@@ -180,4 +195,4 @@ def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _is_free(key: str) -> bool:
-    return key not in _NUMERIC and any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return not is_numeric(key) and any(key == free or key.startswith(f"{free}.") for free in FREE)

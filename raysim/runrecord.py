@@ -26,7 +26,8 @@ class RunRecord:
     Attributes:
         folder: The run folder.
         config: The resolved configuration.
-        result: Content of `result.json`: status, final and best metrics, checksums, seconds.
+        result: Content of `result.json`: status, final and best metrics, checksums, seconds (of a resumed run those of the
+            earlier rounds and of the last process).
     """
 
     folder: Path

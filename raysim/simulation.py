@@ -239,7 +239,8 @@ def _run(
     session: Session | None,
 ) -> RunRecord:
     """The rounds that are not done yet, in a folder that no other process writes to."""
-    config, folder, resumed = prepared.config, prepared.config.folder, bool(earlier.manifest)
+    config, folder = prepared.config, prepared.config.folder
+    resumed = bool(earlier.manifest or earlier.rounds or earlier.state.round_num)
     started, begun = datetime.now(UTC), False
     try:
         with _logging_to(folder / "run.log"), progress:

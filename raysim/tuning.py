@@ -103,6 +103,10 @@ def tune(
     base = resolve(values, places=places, source=str(config))
     if base.execution.backend != "ray":
         raise ConfigError("execution.backend: raysim.tune needs ray")
+    if base.execution.client_actors == "per_client":
+        raise ConfigError(
+            "execution.client_actors: per_client, but a trial has a fixed number; give it, or auto for one"
+        )
     values = _settled(values, base)
     domains = domains_of(space)
     examples = {key: example_of(domain) for key, domain in domains.items()}

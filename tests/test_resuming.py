@@ -147,6 +147,54 @@ def test_a_resumed_run_that_cannot_start_loses_nothing(stopped, monkeypatch):
     }
 
 
+def test_a_logger_that_refuses_leaves_a_finished_run_as_it_was(whole, stopped, monkeypatch):
+    folder = stopped(3, 3)
+    shutil.copy(whole.folder / "result.json", folder)
+    before = contents(folder)
+
+    def refuse(*_):
+        raise ConfigError("no server")
+
+    monkeypatch.setattr("raysim.recorder.open_loggers", refuse)
+    with pytest.raises(ConfigError, match="no server"):
+        resume(folder, "rounds=4")
+    after = contents(folder)
+    assert {path for path in before if before[path] != after.get(path)} <= {folder / "run.log"}
+
+
+def test_a_finished_run_without_checkpoints_keeps_its_rounds(tmp_path):
+    given = ("output.checkpoint_every=0",)
+    record = run(tmp_path, "n", *given, rounds=1)
+    before = contents(record.folder)
+    with pytest.raises(ConfigError, match="has no usable checkpoint, so it cannot go on"):
+        run(tmp_path, "n", *given, rounds=2, resume=True)
+    assert contents(record.folder) == before
+
+
+def test_a_run_that_lost_its_manifest_is_not_removed(stopped, monkeypatch):
+    folder = stopped(2, 2)
+    (folder / "manifest.json").unlink()
+    monkeypatch.setattr("raysim.simulation.make_executor", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        resume(folder)
+    assert (folder / "checkpoints" / "round-00002.npz").is_file()
+
+
+def test_a_round_that_was_not_tested_cannot_be_the_last_one(tmp_path):
+    given = ("evaluation.every=3",)
+    record = run(tmp_path, "e", *given, rounds=3)
+    (record.folder / "checkpoints" / "round-00003.json").unlink()
+    (record.folder / "result.json").unlink()
+    with pytest.raises(ConfigError, match=r"rounds: 2, but that round of .* was not tested"):
+        run(tmp_path, "e", *given, rounds=2, resume=True)
+
+
+def test_seconds_are_of_the_whole_run(stopped):
+    folder = stopped(2, 2)
+    before = sum(raysim.load(folder).rounds["round_s"].to_pylist())
+    assert before < resume(folder).result["seconds"]
+
+
 def test_a_damaged_checkpoint_is_passed_by(whole, stopped):
     folder = stopped(3, 3)
     (folder / "checkpoints" / "round-00003.npz").write_bytes(b"cut")
@@ -187,14 +235,23 @@ def test_another_run_is_refused_and_nothing_is_touched(stopped, override, messag
     assert contents(folder) == before
 
 
-def test_other_data_are_refused(stopped):
+@pytest.mark.parametrize(("section", "name"), [("data", "hash"), ("data", "validation_hash"), ("partition", "hash")])
+def test_other_data_are_refused(stopped, section, name):
     folder = stopped(2, 2)
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    manifest["data"]["hash"] = "0" * 32
+    assert len(manifest[section][name]) >= 16
+    manifest[section][name] = "0" * 32
     path.write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"data: hash \w+, but .* begun with 0000"):
+    with pytest.raises(ConfigError, match=rf"{section}: {name} \w+, but .* begun with 0000"):
         resume(folder)
+
+
+@pytest.mark.parametrize("override", ["name=other", "output.dir=elsewhere"])
+def test_a_run_does_not_move_when_it_is_resumed(stopped, override):
+    result = CliRunner().invoke(app, ["resume", str(stopped(2, 2)), override])
+    assert result.exit_code == 2
+    assert f"{override}: a resumed run stays in its folder" in result.output
 
 
 def test_a_cosine_rate_fixes_the_number_of_rounds(tmp_path):
@@ -244,6 +301,15 @@ def test_each_step_is_in_tensorboard_once(tmp_path):
     run(tmp_path, "t", *board, resume=True)
     events = EventAccumulator(str(record.folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("global/accuracy")] == [0, 1, 2, 3]
+    assert len(list((record.folder / "tensorboard").iterdir())) == 1
+
+
+def test_a_run_that_begins_again_replaces_its_events(tmp_path):
+    given = ("output.tensorboard=true", "output.checkpoint_every=0")
+    record = run(tmp_path, "t", *given, rounds=1)
+    (record.folder / "result.json").unlink()
+    run(tmp_path, "t", *given, rounds=1, resume=True)
+    assert len(list((record.folder / "tensorboard").iterdir())) == 1
 
 
 def test_a_moved_folder_goes_on_where_it_is(whole, stopped, tmp_path):

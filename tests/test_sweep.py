@@ -22,8 +22,10 @@ import raysim
 from raysim.cli import app
 from raysim.config import load_config, resolve
 from raysim.errors import ConfigError
+from raysim.execution.jobs import Driver, Job, Unreachable
 from raysim.sweep import jobs
-from raysim.sweep.folder import SweepFolder, progressed, reclaim
+from raysim.sweep.board import Board
+from raysim.sweep.folder import SweepFolder, progressed, reclaim, run_point
 from raysim.sweep.package import package
 from raysim.sweep.settings import Sweep, load_sweep, point_id, same_numerics, slug
 
@@ -419,6 +421,42 @@ def test_printed_lines_leave_finished_points_out_and_count_attempts():
         f"study-{second.id}-2",
         f"study-{load_sweep(file).points[2].id}",
     ]
+
+
+class LosingJobs:
+    """A server that takes a job and whose answer is lost; the job runs, and has ended at the third look."""
+
+    address = "http://head:8265"
+
+    def __init__(self) -> None:
+        self.entrypoints: dict[str, str] = {}
+        self.looks = 0
+
+    def submit(self, name: str, entrypoint: str, *_: object) -> None:
+        self.entrypoints[name] = entrypoint
+        if len(self.entrypoints) == 1:
+            raise Unreachable("read timed out")
+
+    def list(self) -> list[Job]:
+        self.looks += bool(self.entrypoints)
+        for entrypoint in self.entrypoints.values():
+            run_point(jobs.path_of(entrypoint.split()[-1]))
+        status = "RUNNING" if self.looks < 3 else "SUCCEEDED"
+        return [Job(name, status, entrypoint, "", 0) for name, entrypoint in self.entrypoints.items()]
+
+    def log(self, name: str) -> str:
+        return ""
+
+
+def test_a_submission_whose_answer_is_lost_is_not_made_twice():
+    sweep = load_sweep(write(f"{TINY}seeds: 1\n"))
+    folder = SweepFolder(sweep.folder)
+    folder.create()
+    folder.write(sweep)
+    server, board = LosingJobs(), Board(sweep.name, sweep.points, None)
+    jobs.JobSweep(sweep, folder, server, Driver(), {}, 1).run(sweep.points, board, 0)
+    assert list(server.entrypoints) == [f"study-{sweep.points[0].id}"]
+    assert board.rows[sweep.points[0].name].status == "finished"
 
 
 # ---- the source that jobs are sent ----

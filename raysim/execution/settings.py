@@ -13,6 +13,15 @@ from raysim.fields import Count, NonNegative, NonNegativeInt, Positive, Section
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 
 
+NUMERIC = ("execution.threads", "execution.clients_per_call")
+"""The settings of execution that can change a number; the others say who does the work."""
+
+
+def is_numeric(key: str) -> bool:
+    """Whether a key of a configuration is one of `NUMERIC`."""
+    return key in NUMERIC
+
+
 def gpu_share(value: float | str) -> Fraction | None:
     """The share of a GPU that `num_gpus` asks for: a whole number or 1/k; None for `auto`.
 

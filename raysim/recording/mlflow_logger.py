@@ -57,7 +57,7 @@ class MlflowLogger:
                 for start in range(0, len(params), _PARAMS_PER_CALL):
                     self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_PER_CALL])
         except Exception as error:
-            first = str(error).strip().splitlines()[0][:300]
+            first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             raise ConfigError(
                 f"output.loggers: mlflow: {uri} cannot be used ({first}); set MLFLOW_TRACKING_URI, or leave mlflow out"
             ) from error

@@ -68,7 +68,7 @@ class TensorBoardWriter:
 
         self._info, self._metrics = info, RoundMetrics(info)
         self._folder = info.folder / "tensorboard"
-        earlier = sorted(self._folder.glob("events.out.tfevents.*")) if info.resume_round is not None else []
+        earlier = sorted(self._folder.glob("events.out.tfevents.*"))
         # Largest clients first, for the picture of weights.
         sizes = np.asarray(info.client_sizes)
         self._order = np.argsort(-sizes, kind="stable")

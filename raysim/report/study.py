@@ -72,8 +72,13 @@ def study_of(runs: Sequence[Run], method_keys: Sequence[str] = ()) -> Study:
     settings = [_known(run) for run in runs]
     names = _method_names(settings, of_method, keys)
     places = _condition_names(settings, of_condition)
-    grid = {(place, name, run.seed): run for place, name, run in zip(places, names, runs, strict=True)}
-    assert len(grid) == len(runs), "two settings share a name"
+    grid: dict[tuple[str, str, int], Run] = {}
+    for place, name, run in zip(places, names, runs, strict=True):
+        other = grid.setdefault((place, name, run.seed), run)
+        if other is not run:
+            raise ConfigError(
+                f"{other.folder} and {run.folder}: the same setting and seed, as far as their configurations say; leave one out"
+            )
     study = Study(
         methods=tuple(sorted(set(names), key=_natural)),
         conditions=tuple(sorted(set(places), key=_natural)),

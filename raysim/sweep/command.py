@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ class Options:
             problems.append("--stop ends jobs; give --submit with the cluster's address, too")
         if self.stop and self.show:
             problems.append("give --stop or --print, not both")
+        idle = {"--retries": self.retries > 0, "--max-concurrent": self.max_concurrent is not None and self.stop}
+        if self.stop or self.show:
+            problems += [
+                f"{name} has no effect with {'--stop' if self.stop else '--print'}" for name in idle if idle[name]
+            ]
         if problems:
             raise ConfigError(problems)
 
@@ -94,7 +100,8 @@ def run_sweep(
         progress.print(line, markup=False, highlight=False, soft_wrap=True)
 
     if options.stop:
-        count = _job_sweep(sweep, folder, options, {}).stop(say)
+        with folder.locked() if folder.path.is_dir() else contextlib.nullcontext():
+            count = _job_sweep(sweep, folder, options, {}).stop(say)
         say(f"{count} jobs were ended" if count else "no job of this sweep was running")
         return
     folder.create()

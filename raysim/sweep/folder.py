@@ -98,7 +98,10 @@ class SweepFolder:
         Raises:
             ConfigError: One is at work in it.
         """
-        with _lock(self.path / ".locks" / "sweep.lock", f"another raysim sweep is at work in {self.path}; wait for it"):
+        with _lock(
+            self.path / ".locks" / "sweep.lock",
+            f"another raysim sweep is at work in {self.path}; wait for it, or end it",
+        ):
             yield
 
 

@@ -167,7 +167,12 @@ class JobSweep:
         return next((point for point in points if self._url_of[point.name] in words), None)
 
     def _submit(self, point: Point) -> str:
-        job = self._next_id(point, self._jobs.list())
+        known = self._jobs.list()
+        # A submission whose answer was lost: its job goes on.
+        begun = [job for job in self._ours(known) if not job.ended and self._point_of(job, [point]) is not None]
+        if begun:
+            return begun[0].id
+        job = self._next_id(point, known)
         self._jobs.submit(job, self._entrypoint(point), self._runtime_env, self._driver)
         return job
 

@@ -24,13 +24,12 @@ from pydantic import AfterValidator
 from raysim.config import RunConfig, folder_name, resolve, validated
 from raysim.configfile import KeyPath, apply_overrides, put, read_yaml
 from raysim.errors import ConfigError
+from raysim.execution.settings import NUMERIC
 from raysim.fields import Count, NonNegativeInt, Section, flatten
 from raysim.recording.hparams import path_problems
 
 SLUG_LENGTH = 60
 """Most characters of a point's readable name before its id."""
-NUMERIC_EXECUTION = ("threads", "clients_per_call")
-"""The settings below `execution` that can change a number."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,8 @@ def same_numerics(one: RunConfig, other: RunConfig) -> bool:
 def _numerics(config: RunConfig) -> RunConfig:
     """The configuration with everything that changes no number at its default."""
     plain = RunConfig()
-    kept = {key: getattr(config.execution, key) for key in NUMERIC_EXECUTION}
+    names = [key.removeprefix("execution.") for key in NUMERIC]
+    kept = {name: getattr(config.execution, name) for name in names}
     return dataclasses.replace(
         config,
         name=plain.name,

@@ -113,6 +113,15 @@ def test_a_copy_is_no_second_observation(tmp_path, make_run):
     assert left_out[0].reason == f"same settings and seed as {tmp_path / 'a'}, with the same result"
 
 
+def test_the_same_run_by_two_versions_is_refused(tmp_path, make_run):
+    make_run(tmp_path / "old")
+    make_run(tmp_path / "new", settings={"scoring": {"shards": 1}})
+    with pytest.raises(
+        ConfigError, match="the same setting and seed, as far as their configurations say; leave one out"
+    ):
+        study_of(collect([tmp_path])[0])
+
+
 def test_an_older_run_that_does_not_store_a_key_is_the_same_setting(tmp_path, make_run):
     make_run(tmp_path / "old")
     make_run(tmp_path / "new", seed=1, settings={"scoring": {"shards": 1, "subset": None}})
