@@ -252,7 +252,7 @@ def _run(
                 executor = own.executor(prepared, progress)
                 recorder = Recorder(prepared, executor, started, command, earlier, progress.message)
                 begun = True
-                ready = _ready(time.perf_counter() - clock, executor)
+                ready = _ready(earlier.state.round_num + 1, time.perf_counter() - clock, executor)
                 logger.info(ready)
                 progress.message(ready)
                 for _ in rounds(prepared, earlier.state, executor, recorder, progress):
@@ -403,11 +403,11 @@ class _Ending:
             then(record)
 
 
-def _ready(seconds: float, executor: Executor) -> str:
-    """How long the first round was waited for, and for what."""
+def _ready(round_num: int, seconds: float, executor: Executor) -> str:
+    """How long the first round of this process was waited for, and for what."""
     parts = executor.describe().get("startup_s", {})
     detail = ", ".join(f"{name} {spent:.1f}" for name, spent in parts.items())
-    return f"ready for round 1 after {seconds:.1f} s" + (f" ({detail})" if detail else "")
+    return f"ready for round {round_num} after {seconds:.1f} s" + (f" ({detail})" if detail else "")
 
 
 def _tell(round_num: int, result: RoundResult, progress: Progress) -> None:

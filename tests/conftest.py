@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,10 @@ from raysim.data.arrays import ImageSet
 
 # Two threads that wait for each other on a busy machine make a small convolution take a hundred times as long.
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with SIGINT ignored; what tests start then would ignore it, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a busy machine an example may take long; a test has its own time limit.
 settings.register_profile("raysim", deadline=None)
@@ -34,6 +39,7 @@ OWN_VARIABLES = (
     "TF_",
     "SETUPTOOLS_",
     "GRPC_",
+    "CRC32C_",
     "COLUMNS",
     "LINES",
 )

@@ -544,7 +544,10 @@ def test_a_sweep_that_is_ended_goes_on_later_with_what_is_missing(lanes, sent, s
             time.sleep(0.05)
         left = children(process.pid)
         process.send_signal(sent)
-        said, _ = process.communicate(timeout=60)
+        try:
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == status, said
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in left):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +99,7 @@ def run_sweep(
         progress.print(line, markup=False, highlight=False, soft_wrap=True)
 
     if options.stop:
-        with folder.locked() if folder.path.is_dir() else contextlib.nullcontext():
-            count = _job_sweep(sweep, folder, options, {}).stop(say)
+        count = _job_sweep(sweep, folder, options, {}).stop(say)
         say(f"{count} jobs were ended" if count else "no job of this sweep was running")
         return
     folder.create()

@@ -52,6 +52,11 @@ class SweepFolder:
         """What a job printed."""
         return self.path / "jobs" / f"{job}.log"
 
+    @property
+    def stop_file(self) -> Path:
+        """There while a command that waits for jobs shall submit no more."""
+        return self.path / ".locks" / "stop"
+
     def attempts_at(self, point: Point) -> int:
         """How often a point was begun, as far as the folder shows."""
         abandoned = len(list((self.path / ATTEMPTS).glob(f"{point.name}.*")))

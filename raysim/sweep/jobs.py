@@ -93,6 +93,7 @@ class JobSweep:
         Raises:
             RunError: The head does not answer any more; the jobs go on.
         """
+        self._folder.stop_file.unlink(missing_ok=True)
         queue = deque(points)
         running: dict[str, _Running] = {}
         for job in self._ours(self._jobs.list()):
@@ -103,6 +104,9 @@ class JobSweep:
                 board.begin(point.name, job.id)
         answered = time.monotonic()
         while queue or running:
+            if queue and self._folder.stop_file.exists():
+                board.message(f"stopped: {len(queue)} points are not submitted")
+                queue.clear()
             try:
                 while queue and len(running) < self._max_concurrent:
                     job_id = self._submit(queue[0])
@@ -127,6 +131,8 @@ class JobSweep:
         Raises:
             RunError: Some do not end.
         """
+        if self._folder.path.is_dir():
+            self._folder.stop_file.touch()  # A command that waits for the jobs would submit the next ones.
         begun = [job for job in self._ours(self._jobs.list()) if not job.ended]
         for job in begun:
             self._jobs.stop(job.id)
