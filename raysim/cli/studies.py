@@ -126,7 +126,8 @@ def watch(
 
     Reads the tables only, so it works beside a run, after it, and on another machine that sees the folder, and nothing that
     happens to it touches the run. On a terminal a screen, elsewhere a line per round. Leaves when the runs have ended, or
-    with Ctrl-C. Exit status: 0 finished, left with Ctrl-C, or not ended yet (--once); 2 no run; 3 a run failed; 130 one was interrupted.
+    with Ctrl-C. Exit status: 0 finished, left with Ctrl-C, or not ended yet (--once); 2 no run; 3 a run failed; 130 one was
+    interrupted.
 
     Example: raysim watch runs/quickstart
     """

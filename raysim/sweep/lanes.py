@@ -25,7 +25,7 @@ from raysim.execution.ray_plan import starts_ray
 from raysim.preparation import prepare
 from raysim.simulation import Session
 from raysim.sweep.board import Board, PointProgress
-from raysim.sweep.folder import SweepFolder, run_point
+from raysim.sweep.folder import SweepFolder, progressed, run_point
 from raysim.sweep.settings import Point
 
 ENDING_S = 30.0
@@ -228,7 +228,12 @@ def _run_in_lanes(
         for lane in lanes:
             lane.end()
             if lane.point is not None:
-                board.end(lane.point.name, "interrupted", None, None)
+                # It may have ended without having been heard.
+                found = progressed(lane.point.config)
+                ended = found.status == "finished"
+                board.end(
+                    lane.point.name, "finished" if ended else "interrupted", None, found.result if ended else None
+                )
 
 
 def _lane(pipe: Connection, parts: int, address: str | None, command: Sequence[str]) -> None:
