@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from raysim.runrecord import result_of
 from raysim.state import RoundState, from_arrays
 from raysim.vector import checksum
 from raysim.weighting.base import KeptProbe
+
+logger = logging.getLogger("raysim")
 
 FREE = ("name", "rounds", "evaluation.every", "execution", "output", "data.root", "data.path", "partition.path")
 """Settings that a resumed run may change. The content behind the paths is compared by its hash."""
@@ -68,7 +71,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ConfigError(f"{folder}: another process is writing this run; wait for its end, or stop it") from None
-    except (NotImplementedError, OSError):  # A file system without locks; the folder itself was claimed by one process.
+    except (NotImplementedError, OSError) as error:
+        # A file system without locks. A new run's folder was claimed by one process; nothing guards one that is resumed.
+        logger.warning("%s: cannot be locked (%s); see that no other process writes this run", folder, error)
         yield
         return
     try:

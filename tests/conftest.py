@@ -58,6 +58,14 @@ def no_leaked_environment() -> Iterator[None]:
     assert not changed, f"environment variables changed: {sorted(changed)}"
 
 
+@pytest.fixture(autouse=True)
+def handler_of_sigterm() -> Iterator[None]:
+    """Commands set one for their process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """One local Ray of two CPUs and two GPUs that exist in its books only, for all tests that need one."""

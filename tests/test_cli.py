@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +32,6 @@ weighting: {name: fedvg}
 execution: {backend: serial}
 """
 RAY = "execution: {backend: ray, num_cpus: 2, num_gpus: 0, "
-
-
-@pytest.fixture(autouse=True)
-def handler_of_sigterm() -> Iterator[None]:
-    """Commands set one for their process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)

@@ -267,6 +267,16 @@ def test_a_run_that_is_being_written_is_refused(stopped):
         resume(folder)
 
 
+def test_where_there_are_no_locks_it_says_so_and_goes_on(whole, stopped, monkeypatch, caplog):
+    def no_locks(self):
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(FileLock, "acquire", no_locks)
+    folder = stopped(2, 2)
+    assert checksums(resume(folder)) == checksums(whole)
+    assert "cannot be locked (Function not implemented); see that no other process writes this run" in caplog.text
+
+
 def test_an_empty_folder_holds_no_run(tmp_path):
     (tmp_path / "none").mkdir()
     result = CliRunner().invoke(app, ["resume", str(tmp_path / "none")])

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,6 @@ NASTY = [
     "back\\slash; rm & | > < * ? ! # ~",
     "- : yes",
 ]
-
-
-@pytest.fixture(autouse=True)
-def handler_of_sigterm() -> Iterator[None]:
-    """Commands set one for their process."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
